@@ -1,0 +1,1 @@
+"""Operators of olq_fx, their reference implementations and kernels."""

@@ -1,0 +1,63 @@
+"""Every error that olq_fx raises on purpose, one class a mistake.
+
+Each also derives from the built-in exception that a caller would expect (`ValueError`, `TypeError`, `RuntimeError`), so that
+code which knows nothing of olq_fx handles them too.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class OlqFxError(Exception):
+    """Base of all errors of olq_fx."""
+
+
+class ConfigurationError(OlqFxError, ValueError):
+    """A configuration says something that has no meaning: an unknown name, a contradiction, a malformed pattern."""
+
+
+class ConfigurationTypeError(OlqFxError, TypeError):
+    """A configuration, or a value in it, is of a type that is never accepted."""
+
+
+class PlanError(OlqFxError, ValueError):
+    """Configuration and model do not fit: a pattern matches nothing, a layer is claimed twice, a run quantizes nothing."""
+
+
+class ConversionError(OlqFxError, ValueError):
+    """A weight cannot be converted (non-finite values, an unsupported dtype); the model is as it was."""
+
+
+class PendingWeightError(OlqFxError, RuntimeError):
+    """A planned weight has no data yet (it is on the meta device) and was used."""
+
+
+class InterruptedConversionError(OlqFxError, RuntimeError):
+    """A conversion stopped half way; every layer is wholly original or wholly converted and the message lists which."""
+
+
+class BackendError(OlqFxError, RuntimeError):
+    """The inner compiler failed, or a converted weight was replaced by something the compiled code cannot use."""
+
+
+class UnsupportedError(OlqFxError, NotImplementedError):
+    """An operation on a converted weight that has no meaning, named with what to do instead."""
+
+
+class OlqFxWarning(UserWarning):
+    """A questionable but harmless request, such as an unmatched pattern with `strict=False`."""
+
+
+def nearest(name: str, valid: Iterable[str], count: int = 3) -> str:
+    """The end of an error message: the valid names that look most like `name`, or all of them when few.
+
+    >>> nearest("fp8_per_blok", ["fp8_per_block", "int8"])
+    "did you mean 'fp8_per_block'?"
+    """
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(name, names, n=count, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    if len(names) <= 24:
+        return "valid: " + ", ".join(names)
+    return f"none of the {len(names)} valid names is similar"

@@ -1,0 +1,75 @@
+"""The schemes: a weight format and an activation format under one name, for dense layers and for experts."""
+
+import dataclasses
+from types import MappingProxyType
+
+from olq_fx.errors import ConfigurationError, nearest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """What one kind of layer becomes: the name of a weight format and of an activation format.
+
+    `activation=None` keeps activations in their original precision (weight-only).
+    """
+
+    weight: str
+    activation: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """A named pair of slots, for dense linear layers and for mixture-of-experts layers."""
+
+    name: str
+    linear: Slot
+    moe: Slot
+
+
+def _scheme(name: str, weight: str, activation: str | None) -> Scheme:
+    slot = Slot(weight, activation)
+    return Scheme(name=name, linear=slot, moe=slot)
+
+
+_ALL = (
+    _scheme("fp8_per_tensor", "fp8_per_tensor_static", "fp8_per_token"),
+    _scheme("fp8_per_channel", "fp8_per_channel_static", "fp8_per_token"),
+    _scheme("fp8_per_block", "fp8_per_block_static", "fp8_per_block_dynamic"),
+    _scheme("mxfp8", "mxfp8", "mxfp8"),
+    _scheme("mxfp4", "mxfp4", "mxfp4"),
+    _scheme("mxfp4_dualscale", "mxfp4_dualscale", "mxfp4_dualscale"),
+    _scheme("nvfp4_per_token", "nvfp4", "nvfp4_per_token"),
+    _scheme("int8", "int8_per_channel_static", "int8_per_token"),
+    _scheme("int8_per_channel_weight_only", "int8_per_channel_static", None),
+    _scheme("fp8_weight_only", "fp8_per_channel_static", None),
+    _scheme("mxfp8_weight_only", "mxfp8", None),
+    _scheme("mxfp4_weight_only", "mxfp4", None),
+    _scheme("nvfp4_weight_only", "nvfp4", None),
+)
+
+SCHEMES: MappingProxyType[str, Scheme] = MappingProxyType({s.name: s for s in _ALL})
+"""Every scheme by its name, in the order of the README's table."""
+
+ALIASES: MappingProxyType[str, str] = MappingProxyType({"fp8": "fp8_per_tensor"})
+"""Other names of schemes."""
+
+ONLINE = "online"
+"""Not a scheme: says that the configuration names everything itself."""
+
+
+def canonical(name: str) -> str:
+    """The one spelling of a name: lower case, `_` for `-`, aliases resolved."""
+    spelled = name.lower().replace("-", "_")
+    return ALIASES.get(spelled, spelled)
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme called `name` (or by an alias); case does not matter and `-` equals `_`.
+
+    Raises:
+        ConfigurationError: no scheme has that name; the message offers the nearest ones.
+    """
+    found = SCHEMES.get(canonical(name))
+    if found is None:
+        raise ConfigurationError(f"unknown scheme {name!r}; {nearest(name, [*SCHEMES, *ALIASES])}")
+    return found
