@@ -1,0 +1,61 @@
+# Every target works in a fresh clone: it makes .venv from constraints.txt when that is missing or out of date.
+#
+#   PYTHON  the interpreter that .venv is made with
+#   TORCH   another torch than the default, one of the pairs in constraints.txt: `make test TORCH=2.14.1`
+#   ARGS    passed on to the program behind a target: `make demo ARGS=--all`, `make test ARGS="-k scales -x"`
+
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+VENV := .venv$(if $(TORCH),-torch$(TORCH))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo demo-llm test check format notebooks bench sweep clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## make .venv (every other target does so by itself)
+
+$(STAMP): constraints.txt pyproject.toml
+	$(if $(TORCH),@grep -q '^#: torch==$(TORCH) ' constraints.txt || { echo "constraints.txt names no pair for torch $(TORCH)"; exit 2; })
+	$(PYTHON) -m venv $(VENV)
+	awk -v pair='$(TORCH)' 'pair && /^(torch|triton)==/ { next } { print } pair && $$2 == "torch==" pair { print $$2; print $$3 }' \
+		constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[test,check]'
+	@touch $@
+
+demo: $(STAMP) ## every scheme on a real sentence encoder (ARGS=--all compiles every scheme)
+	$(BIN)/python benchmarks/demo.py $(ARGS)
+
+demo-llm: $(STAMP) ## every scheme on a small decoder: perplexity, KL, a sentence (ARGS="--model qwen" for a bigger one)
+	$(BIN)/python benchmarks/demo_llm.py $(ARGS)
+
+test: $(STAMP) ## all tests but the full sweep and those for a GPU; notebooks, README and the wheel are among them
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## formatting, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases tests benchmarks
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the sources as `check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+notebooks: $(STAMP) ## run the notebooks
+	$(BIN)/python -m pytest tests/test_notebooks.py $(ARGS)
+
+bench: $(STAMP) ## measure everything against its peers and rewrite benchmarks/results
+	for program in benchmarks/bench_*.py; do $(BIN)/python $$program $(ARGS) || exit; done
+
+sweep: $(STAMP) ## every scheme, route, dtype and model, compiled (long)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+clean: ## remove environments, caches and what was built
+	rm -rf .venv .venv-torch* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
