@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-llm test check format notebooks bench sweep clean
+.PHONY: help venv demo demo-llm test check format readme notebooks bench sweep clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ check: $(STAMP) ## formatting, lint, types, import contracts
 format: $(STAMP) ## rewrite the sources as `check` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+readme: $(STAMP) ## write the generated tables of README.md anew
+	$(BIN)/python tests/test_readme.py
 
 notebooks: $(STAMP) ## run the notebooks
 	$(BIN)/python -m pytest tests/test_notebooks.py $(ARGS)

@@ -1,0 +1,167 @@
+"""Who imports whom, and what `import olq_fx` does to a process: as little as can be."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(path for folder in ("olq_fx", "passes", "kernels") for path in (ROOT / folder).glob("*.py"))
+FX_PACKAGES = ("passes",)
+FX_FILES = {"dynamo.py", "compiled.py", "quantize.py", "torch_private.py"}
+
+
+def fresh(code: str, cwd: Path = ROOT) -> str:
+    """What `code` prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def lint_contracts(tree: Path) -> subprocess.CompletedProcess[str]:
+    code = "import importlinter.cli as c; raise SystemExit(c.lint_imports(no_cache=True, no_logo=True))"
+    return subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False)
+
+
+# What an import leaves behind
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str]]:
+    """The modules that `import torch` loads, and those that `import olq_fx` adds."""
+    code = (
+        "import json, sys, torch; before = set(sys.modules)\n"
+        "import olq_fx\n"
+        "print(json.dumps({'torch': sorted(before), 'added': sorted(set(sys.modules) - before)}))"
+    )
+    result: dict[str, list[str]] = json.loads(fresh(code))
+    return result
+
+
+@pytest.mark.parametrize(
+    "heavy", ["triton", "torchao", "transformers", "torch._inductor", "torch._dynamo", "rich", "regex", "yaml"]
+)
+def test_import_loads_nothing_heavy(loaded: dict[str, list[str]], heavy: str):
+    assert [m for m in loaded["added"] if m == heavy or m.startswith(f"{heavy}.")] == []
+
+
+def test_import_loads_no_other_package(loaded: dict[str, list[str]]):
+    """Counted and not timed, so that a slow machine cannot fail it; benchmarks/import_time.py has the times."""
+    packages = {m.partition(".")[0] for m in loaded["added"]} - set(sys.stdlib_module_names)
+    assert {"olq_fx"} <= packages <= {"olq_fx", "einops"}
+
+
+def test_import_adds_few_modules(loaded: dict[str, list[str]]):
+    foreign = [m for m in loaded["added"] if not m.startswith("olq_fx")]
+    assert len(foreign) <= 40, foreign
+
+
+SETTINGS = """
+import json, logging, os, random, sys, threading, warnings
+import torch, torch._dynamo.config, torch._functorch.config, torch._inductor.config
+
+def snapshot():
+    configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
+    return {
+        **{c.__name__: repr(sorted(c.get_config_copy().items(), key=lambda kv: kv[0])) for c in configs},
+        "environment": dict(os.environ),
+        "threads": [torch.get_num_threads(), threading.active_count()],
+        "precision": [str(torch.get_default_dtype()), torch.get_float32_matmul_precision()],
+        "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark],
+        "autograd": torch.is_grad_enabled(),
+        "random": [hash(random.getstate()), torch.initial_seed(), torch.random.get_rng_state().sum().item()],
+        "warnings": repr(warnings.filters),
+        "handlers": repr(logging.getLogger().handlers),
+        "path": sys.path,
+        "cuda": torch.cuda.is_initialized(),
+    }
+
+before = snapshot()
+import olq_fx
+{use}
+after = snapshot()
+print(json.dumps([key for key in before if before[key] != after[key]]))
+"""
+
+USE = """
+with torch.random.fork_rng():
+    model, x = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)), torch.randn(4, 32)
+torch.compile(model, backend=olq_fx.backend("mxfp8", inner="eager"))(x)
+olq_fx.quantize_(torch.nn.Sequential(torch.nn.Linear(32, 32)), "int8")
+"""
+
+
+@pytest.mark.parametrize("use", ["", USE], ids=["import", "both routes"])
+def test_no_setting_changes(use: str):
+    assert json.loads(fresh(SETTINGS.replace("{use}", use))) == []
+
+
+# Who imports whom
+
+
+def test_floors_are_kept():
+    done = lint_contracts(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("olq_fx/errors.py", "import olq_fx.quantize"),
+        ("kernels/reference.py", "import olq_fx.passes"),
+        ("olq_fx/formats.py", "import torch"),
+        ("olq_fx/weights.py", "import triton"),
+        ("olq_fx/upstairs.py", ""),
+    ],
+    ids=["lower floor", "kernels know no passes", "no torch in tables", "no triton", "module on no floor"],
+)
+def test_contracts_catch(tmp_path: Path, file: str, line: str):
+    """Each contract fails on what it forbids."""
+    for folder in ("olq_fx", "passes", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / file).open("a") as source:
+        source.write(f"\n{line}\n")
+    assert lint_contracts(tmp_path).returncode != 0
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """The full dotted name of everything that is imported, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attributes(tree: ast.Module) -> Iterator[str]:
+    """Every dotted access that starts at the name `torch`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            if dotted.startswith("torch."):
+                yield dotted
+
+
+def is_private(dotted: str) -> bool:
+    """Whether a part of a torch name is private; operators (`torch.ops.aten._x`) are no Python API."""
+    return dotted.startswith("torch.") and not dotted.startswith("torch.ops.") and "._" in dotted.replace("__", "")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_private_torch_api_stays_in_one_file(path: Path):
+    tree = ast.parse(path.read_text())
+    private = sorted({name for name in (*imports(tree), *attributes(tree)) if is_private(name)})
+    assert bool(private) == (path.name == "torch_private.py"), private
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_passes_and_what_stands_on_them_know_fx(path: Path):
+    known = [name for name in imports(ast.parse(path.read_text())) if name.startswith("torch.fx")]
+    allowed = path.parent.name in FX_PACKAGES or path.name in FX_FILES or path.name.startswith("testing")
+    assert allowed or not known, known

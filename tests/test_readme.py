@@ -1,0 +1,106 @@
+"""README.md is true: its code runs, and its tables are the ones that the code and the benchmarks made.
+
+`python tests/test_readme.py` (or `make readme`) writes the tables anew.
+"""
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from olq_fx.formats import get_format
+from olq_fx.numerics import quantized_bytes
+from olq_fx.schemes import SCHEMES
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md"]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def scheme_table() -> str:
+    """Markdown, one row a scheme: its formats, and how many bits a weight of 4096 x 4096 takes, scales included."""
+    lines = ["| scheme | weight | activation | bits a weight |", "| --- | --- | --- | --- |"]
+    for scheme in SCHEMES.values():
+        weight, activation = scheme.linear.weight, scheme.linear.activation
+        bits = 8 * quantized_bytes(get_format(weight), 4096, 4096) / 4096**2
+        used = f"`{activation}`" if activation else "original precision"
+        lines.append(f"| `{scheme.name}` | `{weight}` | {used} | {bits:.2f} |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """Every generated part of the README, by the name in its markers."""
+    return {"schemes": scheme_table(), **{path.stem: path.read_text().strip() for path in sorted(RESULTS.glob("*.md"))}}
+
+
+def between(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", re.DOTALL)
+
+
+def rewrite() -> None:
+    text = README.read_text()
+    for name, table in tables().items():
+        text = between(name).sub(lambda _, table=table: table, text)  # type: ignore[misc]
+    README.write_text(text)
+
+
+@pytest.mark.parametrize("name", re.findall(r"<!-- (\w+) -->", README.read_text()))
+def test_tables_are_the_generated_ones(name: str):
+    [shown] = between(name).findall(README.read_text())
+    assert shown == tables()[name], "run `make readme`"
+
+
+def test_the_scheme_table_is_there():
+    assert "<!-- schemes -->" in README.read_text()
+
+
+def code_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In order and in one namespace, as a reader would type them; `>>>` blocks must also print what they show."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    runner, parser = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), doctest.DocTestParser()
+    blocks = code_blocks()
+    assert len(blocks) >= 3
+    for number, block in enumerate(blocks):
+        if ">>>" in block:
+            test = parser.get_doctest(block, names, f"block {number}", "README.md", 0)
+            runner.run(test, clear_globs=False)
+            names.update(test.globs)
+        else:
+            exec(compile(block, f"README.md, block {number}", "exec"), names)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_paths_exist(page: Path):
+    text = page.read_text()
+    links = [target for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in target]
+    paths = re.findall(r"`((?:olq_fx|passes|kernels|tests|benchmarks|notebooks)/[\w./-]*)`", text)
+    missing = [name for name in {*links, *paths} if not (page.parent / name).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_exist(page: Path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`?make ([a-z-]+)", page.read_text()))
+    assert named <= targets
+
+
+def test_every_target_is_in_the_help():
+    text = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
+    assert targets == set(re.findall(r"^([a-z-]+):.* ## ", text, re.MULTILINE))
+    [phony] = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert targets == set(phony.split())
+
+
+if __name__ == "__main__":
+    rewrite()
