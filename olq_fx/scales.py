@@ -1,0 +1,95 @@
+"""The scale rules: from the largest magnitude of a group to its scale, and from stored scales back to float32.
+
+All functions are elementwise over a float32 `amax` >= 0 which is NaN or Inf where the group holds such a value, pure
+torch and traceable. Exponents are read from the bits of a float32, never from log2, which is wrong beside powers of
+two. The scale of a non-finite group is NaN in each type of scale, and only its: 255 in e8m0, 0x7F in e4m3.
+"""
+
+import torch
+from torch import Tensor
+
+FLOOR = 2.0**-126
+"""The least float32 scale that is written: the smallest normal number, so that no device may flush a scale to zero."""
+
+E4M3_SCALE_MAX = 448.0
+NVFP4_RANGE = 6.0 * E4M3_SCALE_MAX
+"""The largest magnitude of e2m1 codes times e4m3 block scales, 2688: what nvfp4's global scale maps amax to."""
+
+E8M0_NAN = 255
+
+_MANTISSA_BITS = 23
+_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
+_MANTISSA_OF_1_5 = 1 << 22
+_MANTISSA_OF_1_75 = 3 << 21
+_NAN_BITS = 0x7FC00000
+_SUBNORMAL_2_POW_MINUS_127 = 1 << 22
+
+
+def finite(amax: Tensor) -> Tensor:
+    """Where `amax` (not negative) is a number: false for NaN and for Inf."""
+    return amax < float("inf")
+
+
+def float32_scale(amax: Tensor, largest: float) -> Tensor:
+    """`amax / largest` by true division, at least `FLOOR`; NaN for a non-finite group."""
+    return torch.where(finite(amax), (amax / largest).clamp(min=FLOOR), float("nan"))
+
+
+def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
+    """The least power of two >= the float32 quotient `amax / largest`, at least `FLOOR`; NaN if non-finite."""
+    return decode_e8m0(e8m0_above(amax, largest))
+
+
+def e8m0_above(amax: Tensor, largest: float) -> Tensor:
+    """The e8m0 byte of the least power of two >= the float32 quotient `amax / largest` (`ceil` of mxfp8)."""
+    bits = (amax / largest).view(torch.int32)
+    above = ((bits & _MANTISSA_MASK) != 0).to(torch.int32)
+    return e8m0_byte((bits >> _MANTISSA_BITS) + above, amax)
+
+
+def mxfp4_exponent(amax: Tensor, rule: str) -> Tensor:
+    """The biased exponent by mxfp4's rule `floor`, `even` or `ceil`, in int32, not yet limited to what is written.
+
+    With E = floor(log2 amax) - 2: `floor` is E; `even` is E, and one more if the mantissa of amax is at least 1.75
+    (it would round up to the next power of two); `ceil` is the least e with amax <= 6 x 2^e, which is one more if the
+    mantissa is above 1.5.
+    """
+    bits = amax.view(torch.int32)
+    exponent = (bits >> _MANTISSA_BITS) - 2
+    mantissa = bits & _MANTISSA_MASK
+    if rule == "even":
+        return exponent + (mantissa >= _MANTISSA_OF_1_75).to(torch.int32)
+    if rule == "ceil":
+        return exponent + (mantissa > _MANTISSA_OF_1_5).to(torch.int32)
+    return exponent
+
+
+def e8m0_byte(exponent: Tensor, amax: Tensor) -> Tensor:
+    """The byte to write for a biased exponent (int32): at least 1, and 255 for a non-finite group only.
+
+    No finite amax gives an exponent above 253, so only NaN and Inf have to be set apart.
+    """
+    return torch.where(finite(amax), exponent.clamp(min=1), E8M0_NAN).to(torch.uint8)
+
+
+def decode_e8m0(byte: Tensor) -> Tensor:
+    """The float32 value 2^(byte - 127) of an e8m0 byte: 2^-127 (subnormal) for byte 0, NaN for byte 255."""
+    exponent = byte.to(torch.int32)
+    bits = torch.where(exponent == 0, _SUBNORMAL_2_POW_MINUS_127, exponent << _MANTISSA_BITS)
+    return torch.where(exponent == E8M0_NAN, _NAN_BITS, bits).view(torch.float32)
+
+
+def e4m3_scale(amax: Tensor, unit: Tensor) -> Tensor:
+    """The e4m3 scale of an nvfp4 block, `amax / unit` rounded; no floor: 0 (also by underflow) is a block of zeros."""
+    quotient = (amax / unit).clamp(max=E4M3_SCALE_MAX)
+    return torch.where(finite(amax), quotient, float("nan")).to(torch.float8_e4m3fn)
+
+
+def nvfp4_reciprocal(amax: Tensor) -> Tensor:
+    """What an nvfp4 weight keeps of its global scale g: G = fl(2688 / amax), or 1 if it is zero or that overflows.
+
+    This is how compressed-tensors stores it, and g = fl(1 / G) everywhere. So the floor of scales does not apply
+    here: with amax just above where G overflows (below 2^-114), g is subnormal, but never below 2^-128.
+    """
+    reciprocal = NVFP4_RANGE / amax
+    return torch.where(finite(reciprocal), reciprocal, 1.0)
