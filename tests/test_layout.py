@@ -1,6 +1,7 @@
 """The layout that packaging and the static tools rest on, and the list of public names.
 
-`passes/` and `kernels/` are packages of olq_fx by the mapping of setuptools; the links in olq_fx/ serve tools that only read files.
+`passes/` and `kernels/` are packages of olq_fx by the mapping of setuptools; the links
+in olq_fx/ serve tools that only read files.
 """
 
 import inspect

