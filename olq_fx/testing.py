@@ -1,0 +1,85 @@
+"""The testing kit: what this project is tested with, for the tests of those who build on it.
+
+- Bits: `assert_same_bits`, `bits_of`.
+- Derived bounds: `half_step_bound`, `product_bound`, `assert_product_close`, `effective_scale`, `element_step`.
+- Noise: `sqnr`, `assert_sqnr`.
+- Graphs and kernels: `RecordingBackend`, `operator_name`, `count_kernels`.
+- Memory: `storage_census`, `live_bytes`, `record_allocations`, `plain_tensors`.
+- Small models: `MODELS`, `model_case`, `ModelCase`, `Conv1D`, `LlamaBlock`.
+- Hypothesis strategies: `tensors`, `formats`, `schemes`, `configurations`, `models`; they need the package hypothesis,
+  nothing else here does.
+"""
+
+from olq_fx.testing_bits import assert_same_bits, bits_of
+from olq_fx.testing_bounds import (
+    ProductInterval,
+    assert_product_close,
+    assert_sqnr,
+    effective_scale,
+    element_step,
+    half_step_bound,
+    product_bound,
+    sqnr,
+)
+from olq_fx.testing_graphs import Kernels, RecordedGraph, RecordingBackend, count_kernels, operator_name
+from olq_fx.testing_memory import (
+    Allocations,
+    StorageRecord,
+    live_bytes,
+    plain_tensors,
+    record_allocations,
+    storage_census,
+)
+from olq_fx.testing_models import MODELS, Conv1D, LlamaBlock, ModelCase, SelfAttention, model_case
+from olq_fx.testing_strategies import (
+    FLOAT_DTYPES,
+    LAYOUTS,
+    ROW_KINDS,
+    FormatRule,
+    configurations,
+    formats,
+    laid_out,
+    models,
+    schemes,
+    tensors,
+)
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "LAYOUTS",
+    "MODELS",
+    "ROW_KINDS",
+    "Allocations",
+    "Conv1D",
+    "FormatRule",
+    "Kernels",
+    "LlamaBlock",
+    "ModelCase",
+    "ProductInterval",
+    "RecordedGraph",
+    "RecordingBackend",
+    "SelfAttention",
+    "StorageRecord",
+    "assert_product_close",
+    "assert_same_bits",
+    "assert_sqnr",
+    "bits_of",
+    "configurations",
+    "count_kernels",
+    "effective_scale",
+    "element_step",
+    "formats",
+    "half_step_bound",
+    "laid_out",
+    "live_bytes",
+    "model_case",
+    "models",
+    "operator_name",
+    "plain_tensors",
+    "product_bound",
+    "record_allocations",
+    "schemes",
+    "sqnr",
+    "storage_census",
+    "tensors",
+]
