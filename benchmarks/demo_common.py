@@ -100,11 +100,16 @@ class Sizes:
     model_after: int
 
 
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """What the parameters of a model take, tied ones once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def sizes(model: torch.nn.Module, plan: Any) -> Sizes:
     """Read the sizes off a plan; whatever is not quantized keeps its bytes."""
     rows = [row for row in plan.rows if row.decision == "quantize"]
     before, after = sum(row.bytes_before for row in rows), sum(row.bytes_after for row in rows)
-    total = sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in model.parameters()}.values())
+    total = parameter_bytes(model)
     return Sizes(before, after, total, total - before + after)
 
 
