@@ -1,0 +1,181 @@
+"""The operators `torch.ops.olq_fx.*`: schemas, shapes, gradients, and what Inductor inlines instead of them.
+
+- `quantize(x, format, rule)`: (M, K) of a floating dtype to its parts.
+- `dequantize(parts, format, k, dtype)`: back to (R, K) of `dtype`.
+- `linear(x, weight, weight_format, activation_format, rule, bias, residual)`: (M, K) and the parts of (N, K) to (M, N)
+  of the dtype of `x`.
+- `quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)`: the same of two lists of
+  parts, to (M, N) of `dtype`.
+
+A tensor in a format is a list of plain tensors, its parts (`numerics.part_specs`). An empty `activation_format` of
+`linear` leaves activations in their original precision. Weights take no gradient; that of the input of `linear` is
+straight through its quantization: what the product with the dequantized weight would have.
+
+A CPU tensor goes to the native kernels where they can be built (`registry.select` says whether); everything else to
+`reference`, which defines the values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from olq_fx import numerics
+from olq_fx.errors import UnsupportedError
+from olq_fx.formats import get_format
+from olq_fx.kernels import reference
+
+_SCHEMAS = (
+    "quantize(Tensor x, str format, str rule) -> Tensor[]",
+    "dequantize(Tensor[] parts, str format, int k, ScalarType dtype) -> Tensor",
+    "linear(Tensor x, Tensor[] weight, str weight_format, str activation_format, str rule, Tensor? bias, "
+    "Tensor? residual) -> Tensor",
+    "quantized_linear(Tensor[] x, str activation_format, Tensor[] weight, str weight_format, int k, ScalarType dtype, "
+    "Tensor? bias, Tensor? residual) -> Tensor",
+)
+
+_LIBRARY: Any = torch.library.Library("olq_fx", "DEF")  # type: ignore[no-untyped-call]
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What a compiler puts in the place of the operators: plain aten for quantization, so that it fuses.
+
+    The product stays one opaque call, because it decodes the weight inside; `linear` becomes a quantization and that.
+    """
+    ops = torch.ops.olq_fx
+    return {
+        ops.quantize.default: reference.quantize,
+        ops.dequantize.default: reference.dequantize,
+        ops.linear.default: _decomposed_linear,
+    }
+
+
+def _decomposed_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    activation_format: str,
+    rule: str,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Any:
+    if not activation_format:
+        return NotImplemented
+    parts = reference.quantize(x, activation_format, rule)
+    return torch.ops.olq_fx.quantized_linear.default(
+        parts, activation_format, weight, weight_format, x.shape[1], x.dtype, bias, residual
+    )
+
+
+def _quantize_shape(x: Tensor, format: str, rule: str) -> list[Tensor]:
+    reference.check_quantize(x, format, rule)
+    rows, k = x.shape
+    specs = numerics.part_specs(get_format(format), rows, k)
+    return [x.new_empty(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def _dequantize_shape(parts: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
+    reference.check_parts(parts, format, k)
+    return parts[0].new_empty((parts[0].shape[0], k), dtype=dtype)
+
+
+def _linear_shape(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    activation_format: str,
+    rule: str,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    if activation_format:
+        reference.check_quantize(x, activation_format, rule)
+    m, k = reference.check_activation(x)
+    reference.check_operands(m, k, weight, weight_format, bias, residual)
+    return x.new_empty((m, weight[0].shape[0]))
+
+
+def _quantized_linear_shape(
+    x: Sequence[Tensor],
+    activation_format: str,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    k: int,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    reference.check_parts(x, activation_format, k)
+    m = x[0].shape[0]
+    reference.check_operands(m, k, weight, weight_format, bias, residual)
+    return x[0].new_empty((m, weight[0].shape[0]), dtype=dtype)
+
+
+def _not_differentiable(ctx: Any, *gradients: Any) -> Any:
+    raise UnsupportedError(
+        "olq_fx.quantize and olq_fx.dequantize have no gradient; olq_fx.linear has that of the dequantized product"
+    )
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, weight_format, _, _, bias, residual = inputs
+    _save(ctx, weight, weight_format, x.shape[1], bias, residual)
+    ctx.input_dtype = x.dtype
+
+
+def _save_quantized_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, weight, weight_format, k, _, bias, residual = inputs
+    _save(ctx, weight, weight_format, k, bias, residual)
+    ctx.parts = len(x)
+
+
+def _save(
+    ctx: Any, weight: Sequence[Tensor], weight_format: str, k: int, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    ctx.save_for_backward(*weight)
+    ctx.weight_format, ctx.k = weight_format, k
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    weight = list(ctx.saved_tensors)
+    input_gradient = None
+    if ctx.needs_input_grad[0]:
+        decoded = torch.ops.olq_fx.dequantize(weight, ctx.weight_format, ctx.k, torch.float32)
+        input_gradient = reference.product(gradient.to(torch.float32), decoded).to(ctx.input_dtype)
+    return input_gradient, [None] * len(weight), None, None, None, *_added_gradients(ctx, gradient)
+
+
+def _quantized_linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    weight = list(ctx.saved_tensors)
+    return [None] * ctx.parts, None, [None] * len(weight), None, None, None, *_added_gradients(ctx, gradient)
+
+
+def _added_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of bias and residual, which autograd drops where they are not wanted."""
+    bias = None if ctx.bias_dtype is None else gradient.to(torch.float32).sum(0).to(ctx.bias_dtype)
+    residual = None if ctx.residual_dtype is None else gradient.to(ctx.residual_dtype)
+    return bias, residual
+
+
+def _register() -> None:
+    for schema in _SCHEMAS:
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+    fakes: tuple[Callable[..., Any], ...] = (_quantize_shape, _dequantize_shape, _linear_shape, _quantized_linear_shape)
+    implementations = (reference.quantize, reference.dequantize, reference.linear, reference.quantized_linear)
+    gradients = (
+        (_not_differentiable, None),
+        (_not_differentiable, None),
+        (_linear_backward, _save_linear),
+        (_quantized_linear_backward, _save_quantized_linear),
+    )
+    for implementation, fake, (backward, setup) in zip(implementations, fakes, gradients, strict=True):
+        name = f"olq_fx::{implementation.__name__}"
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, fake, lib=_LIBRARY)
+        torch.library.register_autograd(name, backward, setup_context=setup, lib=_LIBRARY)
+
+
+_register()

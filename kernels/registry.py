@@ -1,0 +1,87 @@
+"""Which kernel will run a product, and why that one: what the plan prints and what the operators follow.
+
+A kernel states what it supports as a function of formats, shape and device, without tensors. The first that supports a
+product runs it; the reference supports everything and is last.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from olq_fx.formats import FORMATS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """What is multiplied: (M, K) activations with an (N, K) weight, M being unknown."""
+
+    kind: str
+    weight_format: str
+    activation_format: str
+    n: int
+    k: int
+    device_type: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel by its name.
+
+    Attributes:
+        name: as the plan shows it.
+        refusal: why it cannot run a product; "" if it can.
+    """
+
+    name: str
+    refusal: Callable[[Product], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """The kernel that will run a product.
+
+    Attributes:
+        name: its name.
+        reason: why the better ones do not run it; "" if it is the best there is.
+    """
+
+    name: str
+    reason: str
+
+
+def select(
+    kind: str, weight_format: str, activation_format: str | None, n: int, k: int, device_type: str
+) -> KernelChoice:
+    """The kernel for one planned layer.
+
+    Args:
+        kind: `linear`, `moe` or `embedding`.
+        weight_format: name of the weight's format.
+        activation_format: name of the activations' format; "" or None for original precision.
+        n: output features.
+        k: input features.
+        device_type: `cpu`, `cuda`, ... as `torch.device.type` has it.
+    """
+    product = Product(kind, weight_format, activation_format or "", n, k, device_type)
+    reasons: list[str] = []
+    for kernel in KERNELS:
+        refusal = kernel.refusal(product)
+        if not refusal:
+            return KernelChoice(kernel.name, "; ".join(reasons))
+        reasons.append(f"{kernel.name}: {refusal}")
+    raise AssertionError("the reference supports every product")
+
+
+def _native_cpu(product: Product) -> str:
+    if product.device_type != "cpu":
+        return f"runs on cpu, not on {product.device_type}"
+    if product.kind != "linear":
+        return f"runs linear layers, not {product.kind}"
+    return "no native kernels yet"
+
+
+def _reference(product: Product) -> str:
+    return "" if product.weight_format in FORMATS else f"no format is called {product.weight_format!r}"
+
+
+KERNELS = (Kernel("native_cpu", _native_cpu), Kernel("reference", _reference))
+"""Every kernel, best first."""
