@@ -1,0 +1,125 @@
+"""Conversion of one matrix in bounded memory: panel by panel, so that temporaries do not grow with the weight.
+
+Statistics of the whole matrix (the scale of `fp8_per_tensor_static`, nvfp4's global one) take a pass of their own. Each
+panel is then quantized with one row more, which holds that maximum: the panel's own statistics are the matrix's.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from olq_fx.errors import ConversionError
+from olq_fx.formats import Format
+from olq_fx.numerics import Parts, part_specs
+
+PANEL_ELEMENTS = 1 << 19
+"""Elements of a panel: with some 15 float32 temporaries of that size, far below 64 MiB."""
+
+
+def empty_parts(format: Format, rows: int, k: int, device: torch.device) -> Parts:
+    """Parts without values for an (rows, k) matrix."""
+    return tuple(torch.empty(part.shape, dtype=part.dtype, device=device) for part in part_specs(format, rows, k))
+
+
+def convert(source: Tensor, format: Format, rule: str, device: torch.device) -> Parts:
+    """The parts of `source` (N, K), any floating dtype and strides, on `device`."""
+    parts = empty_parts(format, *source.shape, device)
+    convert_into(parts, source, format, rule)
+    return parts
+
+
+@torch.no_grad()
+def convert_into(parts: Parts, source: Tensor, format: Format, rule: str) -> None:
+    """Quantize `source` (N, K) and write it into existing parts; the bytes equal those of quantizing at once."""
+    n, k = source.shape
+    device = parts[0].device
+    largest = None
+    if (None, None) in (format.group, format.coarse):
+        largest = _largest(source, finite_only=format.coarse is not None)
+    for top, bottom, left, right in _panels(n, k, format):
+        panel = source[top:bottom, left:right].to(device)
+        if largest is not None:
+            panel = _with_row_of(panel, largest)
+        quantized = torch.ops.olq_fx.quantize.default(panel.contiguous(), format.name, rule)
+        for part, found, (height, width) in zip(parts, quantized, _extents(format), strict=True):
+            _write(part, found, top, bottom, left, right, height, width)
+
+
+def count_nonfinite(source: Tensor) -> int:
+    """How many values of a matrix are NaN or Inf, reading it once and keeping nothing."""
+    return sum(
+        0 if _is_finite(panel) else int((~torch.isfinite(panel)).sum())
+        for panel in (source[top:bottom, left:right] for top, bottom, left, right in _panels(*source.shape))
+    )
+
+
+def check_values(source: Tensor, label: str) -> None:
+    """Refuse values that cannot be converted.
+
+    Raises:
+        ConversionError: a dtype that is not a floating one, or NaN or Inf among the values.
+    """
+    if not source.is_floating_point():
+        raise ConversionError(f"{label} cannot be given values of {source.dtype}: a floating dtype is needed")
+    matrix = source.detach().reshape(-1, source.shape[-1]) if source.dim() else source.detach().reshape(1, 1)
+    if bad := count_nonfinite(matrix):
+        raise ConversionError(f"{label} cannot be given these values: {bad} of {source.numel()} are NaN or Inf")
+
+
+def _panels(n: int, k: int, format: Format | None = None) -> Iterator[tuple[int, int, int, int]]:
+    """(top, bottom, left, right) of panels that cut no group; rows are cut first, columns only if rows share scales."""
+    rows, columns = (1, None) if format is None or format.group == (None, None) else format.group
+    rows = rows or 1
+    width = k
+    if rows > 1 and columns is not None and rows * k > PANEL_ELEMENTS:
+        width = max(1, PANEL_ELEMENTS // (rows * columns)) * columns
+    height = max(1, PANEL_ELEMENTS // max(1, width) // rows) * rows
+    for top in range(0, n, height):
+        for left in range(0, k, width) if k else (0,):
+            yield top, min(top + height, n), left, min(left + width, k)
+
+
+def _extents(format: Format) -> list[tuple[int | None, int | None]]:
+    """Rows and columns of the matrix that one entry of each part stands for."""
+    extents: list[tuple[int | None, int | None]] = [(1, 2 if format.packed else 1), format.group]
+    return extents if format.coarse is None else [*extents, format.coarse]
+
+
+def _write(
+    part: Tensor, found: Tensor, top: int, bottom: int, left: int, right: int, height: int | None, width: int | None
+) -> None:
+    target = part
+    if height is not None:
+        target = target[top // height : math.ceil(bottom / height)]
+    if width is not None:
+        target = target[:, left // width : math.ceil(right / width)]
+    target.copy_(found[: target.shape[0]])
+
+
+def _with_row_of(panel: Tensor, largest: Tensor) -> Tensor:
+    """The panel and one row more, of zeros but for `largest`."""
+    extended = panel.new_zeros(panel.shape[0] + 1, panel.shape[1])
+    extended[:-1] = panel
+    extended[-1, :1] = largest
+    return extended
+
+
+def _largest(source: Tensor, *, finite_only: bool) -> Tensor:
+    """The maximum of the absolute values, in the dtype of `source`; NaN if there is one and it is not left out."""
+    found = source.new_zeros(())
+    for top, bottom, left, right in _panels(*source.shape):
+        size = source[top:bottom, left:right].abs()
+        if size.numel() == 0:
+            continue
+        largest = size.amax()
+        if finite_only and not bool(torch.isfinite(largest)):
+            largest = torch.where(torch.isfinite(size), size, 0).amax()
+        found = torch.maximum(found, largest)
+    return found
+
+
+def _is_finite(panel: Tensor) -> bool:
+    """Whether all values are: a maximum passes NaN and Inf on."""
+    return panel.numel() == 0 or bool(torch.isfinite(panel.abs().amax()))

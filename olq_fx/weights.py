@@ -1,0 +1,50 @@
+"""Converted weights: `QuantizedWeight`, a tensor that stands where the original weight stood.
+
+    QuantizedWeight(parts, spec, dtype, size, stride=None, pending=None)
+        .codes, .scale, .coarse, .parts     plain tensors in (N, K)-major layout (`numerics.part_specs`)
+        .spec                               WeightSpec: weight, activation ("" = none), the two rules, transposed, ...
+        .dequantize(dtype=None)             a plain tensor of the weight's shape
+        .pending, .path, .was_trainable, .stored_bytes, .reduction_size
+    fill(weight, values)                    give a pending weight its data
+    quantize_weight(values, spec)           convert a plain tensor: the parts, wrapped
+    QuantizedWeight.__olq_fx_quantized__    true, for code that must not import this module
+
+What works on one, in eager mode, under autocast, in inference mode, and traced by torch.compile or torch.export:
+
+- linear, mm, addmm, bmm, mv, matmul (either side), linear einsums, multi_head_attention_forward: quantized products with
+  the output dtype, the refusals and the gradients (of inputs and biases) that the unquantized ones have. A product along
+  the other axis is refused outside a backward pass.
+- t, transpose, detach, alias, view (broadcasting only), expand; rows by slice, chunk, split, select.
+- clone, deepcopy, pickle, `.to`, `.half()`: codes and scales keep their dtype, only the nominal dtype changes.
+- `copy_` and `.data =` of original-precision values: converted into the same storage.
+- embedding, index_select, integer indexing: dequantized rows, only those asked for.
+- statistics and comparisons (norm, sum, mean, max, ==, ...): of the dequantized values.
+
+Everything else raises UnsupportedError with the weight's name: arithmetic would leave the quantized product in silence.
+"""
+
+import torch
+from torch import Tensor
+
+from olq_fx import panels
+from olq_fx.weights_aten import FLOATING
+from olq_fx.weights_functions import fill
+from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec
+
+__all__ = ["FLOATING", "Pending", "QuantizedWeight", "WeightSpec", "fill", "quantize_weight"]
+
+
+def quantize_weight(values: Tensor, spec: WeightSpec, device: torch.device | None = None) -> QuantizedWeight:
+    """Convert a matrix.
+
+    Args:
+        values: (N, K), or (K, N) if `spec.transposed`; any floating dtype and strides.
+        spec: how to store and use it.
+        device: where the parts go; by default where `values` are.
+
+    Returns:
+        A weight of the shape, dtype and strides of `values`.
+    """
+    matrix = values.detach().t() if spec.transposed else values.detach()
+    parts = panels.convert(matrix, spec.format, spec.weight_rule, values.device if device is None else device)
+    return QuantizedWeight(parts, spec, values.dtype, values.shape, values.stride())

@@ -1,0 +1,406 @@
+"""What aten operators do on converted weights: views, copies, products, lookups, and reading as plain values.
+
+Whatever is not listed here and is not made of what is listed is refused by name: arithmetic on a weight would silently
+leave the quantized product, and values cannot be written in place.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from olq_fx import numerics, panels
+from olq_fx.errors import PendingWeightError, UnsupportedError
+from olq_fx.kernels.reference import rows_of
+from olq_fx.weights_products import times_right
+from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec, implements, unsupported
+
+aten = torch.ops.aten
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes that a weight may have nominally."""
+
+
+# Views. `return_and_correct_aliasing` tells autograd and the compiler that the result aliases its base.
+
+
+@implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default, metadata_only=True)
+def _alias(func: Any, weight: QuantizedWeight) -> Any:
+    result = weight.like()
+    if weight.pending is not None:
+        result.root = weight.root or weight
+    return return_and_correct_aliasing(func, (weight,), {}, result)
+
+
+@implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, metadata_only=True)
+def _view(func: Any, weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int] | None = None) -> Any:
+    """The same matrix, with broadcast leading dimensions merged or split (as torch.matmul does)."""
+    shape = _inferred(weight, size)
+    if not weight.shape or tuple(shape[-2:]) != tuple(weight.shape[-2:]):
+        raise unsupported(func, (weight,), {})
+    leading = [0] * (len(shape) - 2)
+    return weight.like(size=shape, stride=[*leading, *weight.stride()[-2:]] if len(shape) >= 2 else weight.stride())
+
+
+def _inferred(weight: QuantizedWeight, size: Sequence[int]) -> list[int]:
+    known = 1
+    for length in size:
+        known *= length if length != -1 else 1
+    return [weight.numel() // known if length == -1 else length for length in size]
+
+
+@implements(aten.expand.default, metadata_only=True)
+def _expand(func: Any, weight: QuantizedWeight, size: Sequence[int], *, implicit: bool = False) -> Any:
+    shape = [own if given == -1 else given for given, own in zip(size[-2:], weight.shape[-2:], strict=False)]
+    if weight.dim() < 2 or tuple(shape) != tuple(weight.shape[-2:]):
+        raise unsupported(func, (weight,), {})
+    result = weight.like(size=[*size[:-2], *shape], stride=[*[0] * (len(size) - 2), *weight.stride()[-2:]])
+    return return_and_correct_aliasing(func, (weight, size), {}, result)
+
+
+@implements(aten.t.default, metadata_only=True)
+def _t(func: Any, weight: QuantizedWeight) -> Any:
+    return return_and_correct_aliasing(func, (weight,), {}, transposed(weight))
+
+
+@implements(aten.transpose.int, metadata_only=True)
+def _transpose(func: Any, weight: QuantizedWeight, dim0: int, dim1: int) -> Any:
+    axes = {dim0 % weight.dim(), dim1 % weight.dim()}
+    last = {weight.dim() - 2, weight.dim() - 1}
+    if len(axes) == 1:
+        return _alias(aten.alias.default, weight)
+    if axes != last:
+        raise unsupported(func, (weight,), {})
+    return return_and_correct_aliasing(func, (weight, dim0, dim1), {}, transposed(weight))
+
+
+@implements(aten.permute.default, metadata_only=True)
+def _permute(func: Any, weight: QuantizedWeight, dims: Sequence[int]) -> Any:
+    order = [dim % weight.dim() for dim in dims]
+    if order == list(range(weight.dim())):
+        return _alias(aten.alias.default, weight)
+    if order != [1, 0]:
+        raise unsupported(func, (weight,), {})
+    return return_and_correct_aliasing(func, (weight, dims), {}, transposed(weight))
+
+
+def transposed(weight: QuantizedWeight) -> QuantizedWeight:
+    """The view with its last two dimensions exchanged."""
+    spec = dataclasses.replace(weight.spec, transposed=not weight.spec.transposed)
+    *leading, rows, columns = weight.shape
+    *leading_strides, row_stride, column_stride = weight.stride()
+    return weight.like(spec=spec, size=[*leading, columns, rows], stride=[*leading_strides, column_stride, row_stride])
+
+
+@implements(aten.slice.Tensor, metadata_only=True)
+def _slice(
+    func: Any, weight: QuantizedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    length = weight.shape[dim]
+    begin, stop = _bounds(length, 0 if start is None else start, length if end is None else end)
+    if (begin, stop, step) == (0, length, 1):
+        return _alias(aten.alias.default, weight)
+    if step != 1 or not _is_row_axis(weight, dim):
+        raise unsupported(func, (weight,), {})
+    return return_and_correct_aliasing(func, (weight, dim, start, end, step), {}, rows(weight, begin, stop))
+
+
+@implements(aten.split.Tensor, metadata_only=True)
+def _split(func: Any, weight: QuantizedWeight, size: int, dim: int = 0) -> Any:
+    length = weight.shape[dim]
+    sizes = [min(size, length - start) for start in range(0, length, size)] if length else [0]
+    return _split_with_sizes(aten.split_with_sizes.default, weight, sizes, dim)
+
+
+@implements(aten.split_with_sizes.default, metadata_only=True)
+def _split_with_sizes(func: Any, weight: QuantizedWeight, sizes: Sequence[int], dim: int = 0) -> Any:
+    if sum(sizes) != weight.shape[dim]:
+        raise RuntimeError(f"split_with_sizes expects sizes that sum to {weight.shape[dim]}, not {list(sizes)}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [_slice(aten.slice.Tensor, weight, dim, start, start + n) for start, n in zip(starts, sizes, strict=True)]
+
+
+@implements(aten.select.int, metadata_only=True)
+def _select(func: Any, weight: QuantizedWeight, dim: int, index: int) -> Any:
+    """One row, as a weight of shape (K,)."""
+    if not _is_row_axis(weight, dim):
+        raise unsupported(func, (weight,), {})
+    length, k = weight.shape[dim], weight.reduction_size
+    if not -length <= index < length:
+        raise IndexError(f"index {index} is out of range for dimension {dim} with size {length}")
+    row = rows(weight, index % length, index % length + 1)
+    spec = dataclasses.replace(row.spec, transposed=False)
+    result = row.like(spec=spec, size=[k], stride=[weight.stride()[1 - dim % 2]])
+    return return_and_correct_aliasing(func, (weight, dim, index), {}, result)
+
+
+def rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
+    """Rows `start` to `stop` of N. Where they begin within a block of 128, its leading rows are kept and skipped."""
+    first, last = start + weight.spec.skip, stop + weight.spec.skip
+    skip = first % (weight.spec.format.group[0] or 1)
+    parts = rows_of(weight.parts, weight.spec.format, first - skip, last)
+    spec = dataclasses.replace(weight.spec, skip=skip, rows_of_larger=True)
+    k, n = weight.reduction_size, stop - start
+    return weight.like(parts=parts, spec=spec, size=[k, n] if spec.transposed else [n, k], stride=weight.stride())
+
+
+def _is_row_axis(weight: QuantizedWeight, dim: int) -> bool:
+    return weight.dim() == 2 and dim % 2 == (1 if weight.spec.transposed else 0)
+
+
+def _bounds(length: int, start: int, end: int) -> tuple[int, int]:
+    start, end = (min(max(bound + length if bound < 0 else bound, 0), length) for bound in (start, end))
+    return start, max(start, end)
+
+
+# Copies.
+
+
+@implements(aten._to_copy.default, metadata_only=True)
+def _to_copy(
+    func: Any,
+    weight: QuantizedWeight,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> QuantizedWeight:
+    """A new nominal dtype, which the parts do not depend on; and a new device, to which they are moved."""
+    if dtype is not None and dtype not in FLOATING:
+        raise UnsupportedError(f"{weight.label} is quantized and cannot be {dtype}; weight.dequantize() has its values")
+    stride = None if memory_format == torch.contiguous_format else weight.stride()
+    if device is None or device == weight.device:
+        return weight.like(dtype=dtype, size=weight.shape, stride=stride)
+    if device.type == "meta" or weight.pending is not None:
+        path = weight.path if weight.pending is None else weight.pending.path
+        parts = [part.to("meta") for part in weight.parts]
+        return weight.like(parts=parts, dtype=dtype, size=weight.shape, stride=stride, pending=Pending(path, device))
+    parts = [part.to(device, non_blocking=non_blocking) for part in weight.parts]
+    return weight.like(parts=parts, dtype=dtype, size=weight.shape, stride=stride)
+
+
+@implements(aten.clone.default, metadata_only=True)
+def _clone(func: Any, weight: QuantizedWeight, *, memory_format: torch.memory_format | None = None) -> QuantizedWeight:
+    stride = None if memory_format == torch.contiguous_format else weight.stride()
+    return weight.like(parts=[part.clone() for part in weight.parts], size=weight.shape, stride=stride)
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(func: Any, weight: QuantizedWeight, device: torch.device | None = None) -> QuantizedWeight:
+    return weight.like(parts=[part.pin_memory() for part in weight.parts])
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(func: Any, weight: QuantizedWeight, device: torch.device | None = None) -> bool:
+    return all(part.is_pinned() for part in weight.parts)
+
+
+@implements(aten.empty_like.default, metadata_only=True)
+def _empty_like(func: Any, weight: QuantizedWeight, *, device: torch.device | None = None, **options: Any) -> Any:
+    """Storage without values is a weight without data (as `Module.to_empty` makes them): pending."""
+    pending = Pending(weight.path, weight.device if device is None else device)
+    dtype = options.get("dtype")
+    return weight.like(parts=[part.to("meta") for part in weight.parts], dtype=dtype, pending=pending)
+
+
+@implements(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+    metadata_only=True,
+)
+def _new(func: Any, weight: QuantizedWeight, *args: Any, **options: Any) -> Any:
+    """A plain tensor: only shape, dtype and device are asked of the weight."""
+    shape = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+    return func(shape, *args, **{**options, "device": options.get("device") or weight.device})
+
+
+@implements(aten.copy_.default, metadata_only=True)
+def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Into a weight: converted into its storage, or the parts of an equal one. Out of a weight: its values."""
+    if not isinstance(target, QuantizedWeight):
+        assert isinstance(source, QuantizedWeight)
+        return target.copy_(source.dequantize(), non_blocking)
+    if source is target:
+        return target
+    if target.pending is not None:
+        raise PendingWeightError(f"'{target.pending.path}' has no storage yet that {func} could write to")
+    if isinstance(source, QuantizedWeight):
+        _copy_parts(target, source)
+    else:
+        _refresh(target, source)
+    return target
+
+
+def _copy_parts(target: QuantizedWeight, source: QuantizedWeight) -> None:
+    kept = dataclasses.replace(source.ready().spec, rows_of_larger=target.spec.rows_of_larger)
+    if kept != target.spec or source.shape != target.shape:
+        raise UnsupportedError(
+            f"{target.label} ({target!r}) cannot take the parts of {source!r}; copy_ original-precision values"
+        )
+    if target.spec.rows_of_larger:
+        _check_rows_stand_alone(target)
+    for own, given in zip(target.parts, source.parts, strict=True):
+        own.copy_(given)
+
+
+def _refresh(target: QuantizedWeight, source: Tensor) -> None:
+    if target.dim() != 2:
+        raise UnsupportedError(f"only a whole matrix can be copied into {target.label}")
+    if target.spec.rows_of_larger:
+        _check_rows_stand_alone(target)
+    panels.check_values(source, target.label)
+    spec = target.spec
+    values = source.detach().expand(target.shape)
+    panels.convert_into(target.parts, values.t() if spec.transposed else values, spec.format, spec.weight_rule)
+
+
+def _check_rows_stand_alone(target: QuantizedWeight) -> None:
+    """Rows can be given new values alone if no scale is shared with rows outside them."""
+    spec, n = target.spec, target.shape[1 if target.spec.transposed else 0]
+    height = spec.format.group[0]
+    shares = spec.format.coarse is not None and spec.format.coarse[0] is None
+    if shares or height is None or spec.skip or n % height:
+        raise UnsupportedError(
+            f"these rows of {target.label} share scales with others in {spec.weight}: copy_ the whole matrix"
+        )
+
+
+# Products.
+
+
+@implements(aten.mm.default, aten.bmm.default)
+def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    return _multiply(func, a, b)
+
+
+@implements(aten.mv.default)
+def _mv(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    return _multiply(func, a, b.unsqueeze(1)).squeeze(1)
+
+
+@implements(aten.addmm.default)
+def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if isinstance(bias, QuantizedWeight):
+        raise unsupported(func, (bias,), {})
+    if isinstance(b, QuantizedWeight) and (beta, alpha) == (1, 1) and tuple(bias.shape) == (b.shape[1],):
+        return times_right(a, b, bias)
+    return torch.add(beta * bias, _multiply(func, a, b), alpha=alpha)
+
+
+@implements(aten.linear.default)
+def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not isinstance(weight, QuantizedWeight) or isinstance(x, QuantizedWeight):
+        raise unsupported(func, (x, weight, bias), {})
+    if x.dim() < 2 or (bias is not None and bias.dtype != x.dtype):
+        return func.decompose(x, weight, bias)
+    return times_right(x, transposed(weight), bias)
+
+
+def _multiply(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
+        raise unsupported(func, (a, b), {})
+    if isinstance(b, QuantizedWeight):
+        return times_right(a, b)
+    assert isinstance(a, QuantizedWeight)
+    return times_right(b.mT, transposed(a)).mT
+
+
+# Lookups: only the rows that are asked for are decoded.
+
+
+@implements(aten.embedding.default)
+def _embedding(func: Any, weight: Tensor, indices: Tensor, *options: Any, **named: Any) -> Tensor:
+    return _looked_up(func, weight, indices)
+
+
+@implements(aten.index_select.default)
+def _index_select(func: Any, weight: QuantizedWeight, dim: int, index: Tensor) -> Tensor:
+    if not _is_row_axis(weight, dim) or weight.spec.transposed:
+        raise unsupported(func, (weight,), {})
+    return _looked_up(func, weight, index)
+
+
+@implements(aten.index.Tensor)
+def _index(func: Any, weight: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    first, *others = indices
+    if first is None or first.dtype == torch.bool or any(other is not None for other in others):
+        raise unsupported(func, (weight,), {})
+    return _looked_up(func, weight, torch.where(first < 0, first + weight.shape[0], first))
+
+
+def _looked_up(func: Any, weight: Tensor, indices: Tensor) -> Tensor:
+    """(*indices, K) in the nominal dtype."""
+    if not isinstance(weight, QuantizedWeight) or weight.dim() != 2 or weight.spec.transposed:
+        raise unsupported(func, (weight,), {})
+    format, k = weight.spec.format, weight.reduction_size
+    position = indices.reshape(-1) + weight.spec.skip
+    heights = (1, format.group[0], format.coarse[0] if format.coarse else None)
+    parts = tuple(
+        part if height is None else _pick(part, position // height)
+        for part, height in zip(weight.parts, heights, strict=False)
+    )
+    by_row = format if format.group[0] is None else dataclasses.replace(format, group=(1, format.group[1]))
+    return numerics.dequantize(parts, by_row, k, weight.dtype).reshape(*indices.shape, k)
+
+
+def _pick(part: Tensor, position: Tensor) -> Tensor:
+    if part.dtype == torch.float8_e4m3fn:
+        return part.view(torch.uint8).index_select(0, position).view(part.dtype)
+    return part.index_select(0, position)
+
+
+# Reading: statistics and comparisons mean the values, and nobody takes their result for a weight.
+
+
+@implements(
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.ScalarOpt_dtype,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.std.correction,
+    aten.var.correction,
+    aten.amax.default,
+    aten.amin.default,
+    aten.aminmax.default,
+    aten.max.default,
+    aten.min.default,
+    aten.abs.default,
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.eq.Tensor,
+    aten.ne.Tensor,
+    aten.eq.Scalar,
+    aten.ne.Scalar,
+    aten.equal.default,
+    aten.count_nonzero.default,
+    aten.any.default,
+    aten.all.default,
+    aten._local_scalar_dense.default,
+)
+def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*map(_values, args), **kwargs)
+
+
+def _values(argument: Any) -> Any:
+    return argument.dequantize() if isinstance(argument, QuantizedWeight) else argument
+
+
+__all__ = ["FLOATING", "WeightSpec", "rows", "transposed"]

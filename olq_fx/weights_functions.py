@@ -1,0 +1,219 @@
+"""Functions of torch that are caught above autograd and autocast.
+
+- Linear functions of inputs with more than two dimensions: torch would take them apart in ways that depend on strides,
+  some with the bias rounded apart. Flattened first, each is one product of matrices with its bias.
+- einsum, which torch turns into permutations of its operands.
+- `copy_` and `.data =`, which change a weight that is pending or held by a module.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from olq_fx import panels
+from olq_fx.errors import PendingWeightError, UnsupportedError
+from olq_fx.weights_tensor import FUNCTIONS, OWN_ATTRIBUTES, QuantizedWeight, overrides
+
+
+@overrides(functional.linear)
+def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    flattens = input.dim() not in (0, 2) and isinstance(weight, QuantizedWeight) and weight.dim() == 2
+    # A bias of another dtype is refused or accepted depending on the input's strides: that is left to torch.
+    if bias is not None and bias.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
+        flattens = False
+    if not flattens:
+        result: Tensor = func(input, weight, bias)
+        return result
+    return _flattened(input, lambda flat: func(flat, weight, bias))
+
+
+@overrides(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def _matmul(func: Any, input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if _is_matrix(other) and input.dim() > 2 and not (args or kwargs):
+        return _flattened(input, lambda flat: torch.mm(flat, other))
+    if _is_matrix(input) and other.dim() > 2 and not (args or kwargs):
+        return _flattened(other.mT, lambda flat: torch.mm(flat, input.t())).mT
+    result: Tensor = func(input, other, *args, **kwargs)
+    return result
+
+
+@overrides(Tensor.__rmatmul__)
+def _rmatmul(func: Any, other: Tensor, input: Tensor) -> Tensor:
+    return _matmul(torch.matmul, input, other)
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    return isinstance(tensor, QuantizedWeight) and tensor.dim() == 2
+
+
+def _flattened(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function of (M, K) to (..., K)."""
+    y = product(x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2))
+    return y.squeeze(0) if x.dim() == 1 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+@overrides(torch.functional.einsum)
+def _einsum(func: Any, equation: str, *operands: Any) -> Tensor:
+    """An einsum that is a linear layer of one input, as one."""
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    found = [i for i, tensor in enumerate(tensors) if isinstance(tensor, QuantizedWeight)]
+    axes = None
+    if isinstance(equation, str) and len(tensors) == 2 and len(found) == 1:
+        axes = linear_axes(equation, found[0], tensors[1 - found[0]].dim())
+    if axes is None:
+        raise UnsupportedError(
+            f"einsum {equation!r} is not a linear layer of one input, so {tensors[found[0]].label} cannot be used in it"
+        )
+    weight, x = tensors[found[0]], tensors[1 - found[0]]
+    y = _linear(functional.linear, x.movedim(axes.reduced, -1), weight if axes.rows_first else weight.t())
+    return y.permute(axes.order)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EinsumAxes:
+    """How an einsum is a linear layer.
+
+    Attributes:
+        reduced: the input's axis that is summed over.
+        rows_first: whether the weight reads (N, K), not (K, N).
+        order: the permutation from (the input's other axes, N) to the output.
+    """
+
+    reduced: int
+    rows_first: bool
+    order: tuple[int, ...]
+
+
+def linear_axes(equation: str, position: int, rank: int) -> EinsumAxes | None:
+    """Read an einsum of two operands as a linear layer; None if it is none.
+
+    Args:
+        equation: such as "bi,oi->bo", with or without an ellipsis in the input, or an output.
+        position: which operand is the weight, 0 or 1.
+        rank: number of the input's dimensions.
+
+    >>> linear_axes("bi,oi->bo", 1, 2)
+    EinsumAxes(reduced=1, rows_first=True, order=(0, 1))
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2 or len(terms[position]) != 2 or "." in terms[position]:
+        return None
+    weight, x = terms[position], _spell_out(terms[1 - position], rank)
+    reduced = set(weight) & set(x)
+    others = [axis for axis in x if axis not in reduced]
+    if len(reduced) != 1 or len(set(weight)) != 2 or len(x) != rank or len(set(x)) != rank:
+        return None
+    (k,) = reduced
+    (n,) = set(weight) - reduced
+    implied = [axis for axis in x if not axis.isalpha()] + sorted(axis for axis in [*others, n] if axis.isalpha())
+    wanted = _spell_out(output, rank) if arrow else implied
+    if sorted(wanted) != sorted([*others, n]):
+        return None
+    return EinsumAxes(x.index(k), weight[1] == k, tuple([*others, n].index(axis) for axis in wanted))
+
+
+def _spell_out(term: str, rank: int) -> list[str]:
+    """The axes of one term, an ellipsis replaced by as many digits as the input has axes without letter."""
+    before, dots, after = term.partition("...")
+    unnamed = [str(i) for i in range(rank - len(before) - len(after))] if dots else []
+    return [*before, *unnamed, *after]
+
+
+@overrides(Tensor.copy_)
+def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Fill a pending weight; any other copy is one of storage."""
+    if isinstance(target, QuantizedWeight) and target.pending is not None:
+        fill(target, source)
+        return target
+    result: Tensor = func(target, source, non_blocking)
+    return result
+
+
+def fill(weight: QuantizedWeight, source: Tensor) -> None:
+    """Convert `source` into a pending weight, which from then on has data.
+
+    The tensor object stays the same, so every module that holds it sees the data.
+
+    Raises:
+        ConversionError: see `olq_fx.panels.check_values`.
+        UnsupportedError: `source` is not the whole matrix.
+    """
+    pending, root = weight.pending, weight.root or weight
+    assert pending is not None
+    if source.is_meta:
+        return
+    if root.pending is None:
+        root.copy_(source)
+        return
+    if weight.spec.rows_of_larger or source.shape != root.shape:
+        raise UnsupportedError(
+            f"'{pending.path}' has no data yet and takes the whole {tuple(root.shape)} at once, not {tuple(source.shape)}"
+        )
+    device = source.device if root.device.type == "meta" else root.device
+    if isinstance(source, QuantizedWeight):
+        target = root.like(parts=[torch.empty_like(part, device=device) for part in source.parts], pending=None)
+        target.copy_(source)
+    else:
+        panels.check_values(source, f"'{pending.path}'")
+        spec, values = root.spec, source.detach()
+        parts = panels.convert(values.t() if spec.transposed else values, spec.format, spec.weight_rule, device)
+        target = root.like(parts=parts, pending=None)
+    become(root, target)
+
+
+def become(weight: QuantizedWeight, other: QuantizedWeight) -> None:
+    """Give the object `weight` the content of `other`, for everyone who holds it.
+
+    Raises:
+        PendingWeightError: somebody holds a weak reference to it or a graph of autograd refers to it, so that torch
+            refuses.
+    """
+    other.requires_grad_(weight.requires_grad)
+    other.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in OWN_ATTRIBUTES})
+    try:
+        torch.utils.swap_tensors(weight, other)
+    except RuntimeError as error:
+        raise PendingWeightError(f"{weight.label} cannot be given data while it is in use: {error}") from error
+
+
+@overrides(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Any, weight: Tensor, value: Tensor) -> None:
+    """`weight.data = value`: the parts of another converted weight, or new values, which are converted."""
+    if isinstance(weight, QuantizedWeight) and isinstance(value, QuantizedWeight):
+        func(weight, value)
+        for name in OWN_ATTRIBUTES - {"path", "was_trainable"}:
+            setattr(weight, name, getattr(value, name))
+    elif isinstance(weight, QuantizedWeight):
+        if value.shape != weight.shape:
+            raise UnsupportedError(f"{weight.label} has shape {tuple(weight.shape)}, not {tuple(value.shape)}")
+        with torch.no_grad():
+            _copy_(Tensor.copy_, weight, value)
+    else:
+        raise UnsupportedError(
+            f"a plain tensor cannot take the storage of {value.label}; assign weight.dequantize() or the parameter itself"
+        )
+
+
+@overrides(functional.multi_head_attention_forward)
+def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with _Inside():
+        return func(*args, **kwargs)
+
+
+class _Inside(TorchFunctionMode):
+    """Catches the functions of this file inside a function of torch, where subclasses are not asked any more."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Hand converted weights to their handlers."""
+        handler = FUNCTIONS.get(func)
+        if handler is not None and any(isinstance(a, QuantizedWeight) for a in args):
+            return handler(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
