@@ -1,0 +1,202 @@
+"""The candidates: every weight of a model that a configuration may speak of, read from the module tree.
+
+API:
+    candidates_of(model) -> tuple[Candidate, ...]     in the order of the tree, one for each parameter, ties merged
+    module_paths(model) -> tuple[str, ...]            every path that a pattern could mean (for messages)
+    parameter_bytes(model) -> int                     of all parameters, shared ones once, in original precision
+    combine(tree, graph) -> tuple[Candidate, ...]     the tree's candidates, with what a traced graph knows better
+
+What names its own reduction axis is known to be linear: nn.Linear, transformers' Conv1D, nn.MultiheadAttention. Any
+other 2-D parameter has an unknown use (`x @ w` and `x @ w.T` cannot be told apart here).
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from olq_fx.module_uses import CandidateKind, Use, output_embeddings, places, uses_of
+from olq_fx.schemes import Slot
+
+USE_UNKNOWN = "use unknown; pass example_inputs or use backend()"
+_TWO_ORIENTATIONS = "it is used both as (N, K) and as (K, N), so that its reduction axis is not one"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One weight that a configuration may speak of, under all its names.
+
+    Attributes:
+        path: the parameter's first path in the tree.
+        module_path: the path of the module that owns it there.
+        names: every path of the parameter: aliases of shared modules and tied parameters.
+        module_names: every module path by which a pattern may name it (of a MultiheadAttention's output projection
+            also that of the attention).
+        kind: `linear`, `moe` (weights of experts) or `embedding`. A weight tied to a linear layer is `linear`.
+        shape: (N, K), output features and reduction axis, whatever the storage; of stacked experts as stored.
+        transposed: whether it is stored as (K, N).
+        dtype, device: of the parameter; the original precision where it is converted already.
+        left_alone: why it is left alone by default; "" otherwise. An exact target or `include` opts it in.
+        blocked: why it cannot be converted at all, or not without tracing; "" otherwise.
+        use_known: whether the tree, or a traced graph, says that its use is a linear layer.
+        current: the formats that it has already.
+        current_rules: the scale rules of weight and activation that it was converted with.
+        trainable: whether it requires a gradient.
+    """
+
+    path: str
+    module_path: str
+    names: tuple[str, ...]
+    module_names: tuple[str, ...]
+    kind: CandidateKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool = False
+    left_alone: str = ""
+    blocked: str = ""
+    use_known: bool = True
+    current: Slot | None = None
+    current_rules: tuple[str, str] | None = None
+    trainable: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Its size in original precision."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot be converted: the reason of `blocked`, or that its use is unknown; "" when it can."""
+        return self.blocked or ("" if self.use_known else USE_UNKNOWN)
+
+
+def candidates_of(model: nn.Module) -> tuple[Candidate, ...]:
+    """Every weight that a configuration may speak of, in the order of the module tree.
+
+    Parameters that are one storage (tied, or registered under several modules) are one candidate with several names.
+    Nothing is read but shapes and types: weights on meta and fake tensors are as good as others.
+    """
+    outputs = output_embeddings(model)
+    groups: dict[object, list[Use]] = {}
+    storages: list[object] = []  # kept alive: their identities are keys
+    for place in places(model):
+        for use in uses_of(place, outputs):
+            key, storage = _identity(use)
+            storages.append(storage)
+            groups.setdefault(key, []).append(use)
+    return tuple(_candidate(uses) for uses in groups.values())
+
+
+def module_paths(model: nn.Module) -> tuple[str, ...]:
+    """The paths of all modules and parameters, under every one of their names: what a pattern could mean to say."""
+    found: list[str] = []
+    for place in places(model):
+        found.append(place.path)
+        found.extend(place.of(leaf) for leaf, tensor in place.module._parameters.items() if tensor is not None)
+    return tuple(path for path in dict.fromkeys(found) if path)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """The size of all parameters, shared ones once, a converted one in its original precision."""
+    seen = {id(p): p for p in model.parameters() if not nn.parameter.is_lazy(p)}
+    return sum(p.numel() * p.dtype.itemsize for p in seen.values())
+
+
+def combine(tree: Iterable[Candidate], graph: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates of the module tree with what a traced graph adds: uses that the tree could not know.
+
+    Args:
+        tree: of `candidates_of`.
+        graph: the weights whose use a graph shows. A weight that is used by an operation other than a linear layer
+            says so in `left_alone`; one that is in the graph only is added.
+    """
+    traced = {name: candidate for candidate in graph for name in candidate.names}
+    combined: list[Candidate] = []
+    known: set[str] = set()
+    for candidate in tree:
+        found = next((traced[name] for name in candidate.names if name in traced), None)
+        combined.append(candidate if found is None else _enrich(candidate, found))
+        known.update(candidate.names)
+    added = dict.fromkeys(c for c in traced.values() if not known.intersection(c.names))
+    return (*combined, *added)
+
+
+def _enrich(candidate: Candidate, traced: Candidate) -> Candidate:
+    """A candidate of the tree with what its graph says; where both know its use, they must agree."""
+    left_alone = candidate.left_alone or traced.left_alone
+    blocked = candidate.blocked or traced.blocked
+    if candidate.use_known and candidate.kind != "embedding":
+        if candidate.transposed != traced.transposed and traced.use_known:
+            blocked = blocked or _TWO_ORIENTATIONS
+        return dataclasses.replace(candidate, left_alone=left_alone, blocked=blocked)
+    if not traced.use_known or traced.kind == "embedding":
+        return dataclasses.replace(candidate, left_alone=left_alone, blocked=blocked)
+    return dataclasses.replace(
+        candidate,
+        kind=traced.kind,
+        shape=traced.shape,
+        transposed=traced.transposed,
+        use_known=True,
+        left_alone=left_alone,
+        blocked=blocked,
+    )
+
+
+def _identity(use: Use) -> tuple[object, object]:
+    """A key that is equal for the same weight, and what must stay alive for it to remain so."""
+    tensor = use.tensor
+    plain = type(tensor) in (nn.Parameter, Tensor)
+    if use.computed or not plain or nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
+        return (id(tensor), use.computed), tensor
+    storage = tensor.untyped_storage()
+    where = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (id(storage), *where), storage
+
+
+def _candidate(uses: list[Use]) -> Candidate:
+    """One weight of all its uses in the tree."""
+    first = uses[0]
+    products = [use for use in uses if use.kind != "embedding"]
+    judged = products[0] if products else first
+    return Candidate(
+        path=first.path,
+        module_path=first.place.path,
+        names=tuple(dict.fromkeys(use.path for use in uses)),
+        module_names=tuple(dict.fromkeys(name for use in uses for name in use.module_names)),
+        kind="moe" if any(use.kind == "moe" for use in uses) else judged.kind,
+        shape=judged.shape,
+        transposed=judged.transposed,
+        dtype=first.tensor.dtype,
+        device=first.tensor.device,
+        left_alone=_left_alone(uses, products),
+        blocked=_blocked(uses, products),
+        use_known=all(use.known for use in uses),
+        current=first.current,
+        current_rules=first.current_rules,
+        trainable=any(use.tensor.requires_grad for use in uses),
+    )
+
+
+def _left_alone(uses: list[Use], products: list[Use]) -> str:
+    """The reason by which a weight is left alone by default; a tie to an embedding is one."""
+    embedding = next((use for use in uses if use.kind == "embedding"), None)
+    if embedding is not None and products:
+        return f"output embedding, tied to {embedding.path}"
+    return next((use.left_alone for use in uses if use.left_alone), "")
+
+
+def _blocked(uses: list[Use], products: list[Use]) -> str:
+    """The reason by which a weight cannot be converted."""
+    if len({use.transposed for use in products}) > 1:
+        return _TWO_ORIENTATIONS
+    return next((use.blocked for use in uses if use.blocked), "")

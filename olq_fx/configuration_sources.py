@@ -1,0 +1,177 @@
+"""Where a configuration comes from: a name, a dictionary, JSON, YAML, a file. All of them become one flat dictionary.
+
+API:
+    read(source) -> dict[str, object]             canonical keys; aliases and nesting resolved, nothing interpreted
+    merge(first, second, where) -> dict           both at once; a key in both with different values is an error
+
+Canonical keys are those of `QuantizationConfig`; which of them exist is not decided here.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from olq_fx.errors import ConfigurationError, ConfigurationTypeError
+from olq_fx.schemes import Slot, canonical
+
+KEY_ALIASES = {
+    "method": "quantization",
+    "quant_method": "quantization",
+    "scheme": "quantization",
+    "ignored_layers": "ignore",
+}
+"""Other names of keys."""
+
+NESTED = "quantization_config"
+"""The key under which all others but `quantization` may lie as well."""
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+_NAMED = frozenset({"quantization", "linear", "moe", "targets", "mxfp4_scale"})
+
+
+def read(source: object) -> dict[str, object]:
+    """The keys of a configuration in any of its forms: None, a name, a mapping, JSON text, the path of a file.
+
+    Raises:
+        ConfigurationError: a text is malformed, a file cannot be read, a key is given twice with different values.
+        ConfigurationTypeError: `source` is of another type.
+    """
+    if source is None:
+        return {"quantization": None}
+    if isinstance(source, os.PathLike):
+        return _read_content(_parse_file(Path(source)))
+    if isinstance(source, str):
+        return _read_text(source)
+    if isinstance(source, Mapping):
+        return _flatten(source)
+    raise ConfigurationTypeError(
+        "a configuration is a scheme name, a dictionary, a JSON text, the path of a JSON or YAML file, "
+        f"a QuantizationConfig or None, not {type(source).__name__}"
+    )
+
+
+def merge(first: Mapping[str, object], second: Mapping[str, object], where: str) -> dict[str, object]:
+    """The keys of both.
+
+    A `quantization` of None says nothing, so that a function's default does not contradict a dictionary.
+
+    Raises:
+        ConfigurationError: a key is in both with different values; the message says `where`.
+    """
+    merged = dict(first)
+    for key, value in second.items():
+        if key not in merged or (key == "quantization" and merged[key] is None):
+            merged[key] = value
+        elif key == "quantization" and value is None:
+            continue
+        elif _comparable(key, merged[key]) != _comparable(key, value):
+            raise ConfigurationError(
+                f"{key!r} is given twice with different values {where}: {merged[key]!r} and {value!r}"
+            )
+    return merged
+
+
+def _read_text(text: str) -> dict[str, object]:
+    """The keys of a string: JSON, else the path of a file, else a scheme name."""
+    if text.lstrip()[:1] in ("{", "["):
+        return _read_content(_parse_json(text, "the JSON text"))
+    if text.strip().lower().endswith(_SUFFIXES):
+        return _read_content(_parse_file(Path(text.strip())))
+    return {"quantization": text.strip()}
+
+
+def _read_content(content: object) -> dict[str, object]:
+    """The keys of what a text or a file contained, where another path has no meaning."""
+    return {"quantization": content.strip()} if isinstance(content, str) else read(content)
+
+
+def _flatten(mapping: Mapping[object, object]) -> dict[str, object]:
+    """The keys of a dictionary, of its `quantization_config` too, under their canonical names."""
+    keys = _canonical_keys(mapping)
+    if NESTED not in keys:
+        return keys
+    nested = keys.pop(NESTED)
+    if nested is None:
+        return keys
+    inner = read(nested)
+    if NESTED in inner:
+        raise ConfigurationError(f"{NESTED!r} lies within {NESTED!r}; write its keys in one of the two")
+    return merge(keys, inner, f"(beside {NESTED!r} and within it)")
+
+
+def _canonical_keys(mapping: Mapping[object, object]) -> dict[str, object]:
+    """The keys of one level under their canonical names."""
+    found: dict[str, object] = {}
+    for key, value in mapping.items():
+        if not isinstance(key, str):
+            raise ConfigurationTypeError(f"the keys of a configuration are strings, not {type(key).__name__}: {key!r}")
+        name = KEY_ALIASES.get(key, key)
+        spelled = sorted(other for other in mapping if isinstance(other, str) and KEY_ALIASES.get(other, other) == name)
+        found = merge(found, {name: value}, f"(as {' and '.join(map(repr, spelled))})")
+    return found
+
+
+def _comparable(key: str, value: object) -> object:
+    """A form of `value` that is equal for equal meanings: spellings of names, a bare string for a list."""
+    if isinstance(value, Slot):
+        value = {"weight": value.weight, "activation": value.activation}
+    if isinstance(value, Mapping):
+        return {inner: _comparable(key, part) for inner, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_comparable("", part) for part in value]
+    if isinstance(value, str):
+        return canonical(value) if key in _NAMED else [value] if key else value
+    return (type(value).__name__, value)
+
+
+def _parse_file(path: Path) -> object:
+    """What a JSON or YAML file contains."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or bytes that are not UTF-8
+        raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error}") from None
+    if path.suffix.lower() == ".json":
+        return _parse_json(text, f"the file {str(path)!r}")
+    return _parse_yaml(text, f"the file {str(path)!r}")
+
+
+def _parse_json(text: str, what: str) -> object:
+    """JSON, where a key that stands twice is an error instead of the last one's victory."""
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, what))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{what} is malformed JSON: {error}") from None
+
+
+def _parse_yaml(text: str, what: str) -> object:
+    """YAML of plain data; a key that stands twice is an error too."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Rejects repeated keys, which SafeLoader drops in silence."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            _unique([(key, None) for key in keys], what)
+            return super().construct_mapping(node, deep)
+
+    try:
+        content: object = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{what} is malformed YAML: {error}") from None
+    return content
+
+
+def _unique(pairs: Iterable[tuple[object, object]], what: str) -> dict[object, object]:
+    """A dictionary of pairs whose keys differ."""
+    found: dict[object, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigurationError(f"the key {key!r} stands twice in {what}")
+        found[key] = value
+    return found

@@ -1,0 +1,268 @@
+"""What a module does with its parameters: which are weights of linear layers, of experts, of embeddings.
+
+API:
+    places(model)                every module under every one of its names, in the order of the tree
+    uses_of(place, outputs)      the weights among a module's own parameters, each with what is done with it
+    output_embeddings(model)     identities of the modules that models declare as their output embedding
+
+Classes of other libraries are known by their names; nothing is imported for them.
+"""
+
+import dataclasses
+from collections.abc import Container, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from olq_fx.left_alone import Place, holds_experts, in_experts, reason_for
+from olq_fx.schemes import Slot
+
+CandidateKind = Literal["linear", "moe", "embedding"]
+
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Element types of weights that can be converted."""
+
+EXPERTS_NOT_YET = "expert weights in one tensor are not converted in this version"
+COMPUTED = "its weight is computed by {how}, not stored; remove the parametrization first"
+
+_ATTENTION_WEIGHTS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
+_EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
+_QUANTIZERS = frozenset({"torchao", "bitsandbytes", "optimum", "quanto", "compressed_tensors"})
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One occurrence of a weight in the tree, and what its owner does with it.
+
+    Attributes:
+        place, leaf: the owner, and the parameter's name there.
+        tensor: the parameter; of a computed weight one of those that it is computed from.
+        kind: `linear`, `moe` or `embedding`.
+        shape: (N, K); of stacked experts as stored.
+        transposed: stored as (K, N).
+        known: whether the owner says that its use is a linear layer, or an embedding.
+        left_alone: why it is left alone by default, or "".
+        blocked: why it cannot be converted, or "".
+        computed: the name of the weight where it is computed from parameters, or "".
+    """
+
+    place: Place
+    leaf: str
+    tensor: Tensor
+    kind: CandidateKind
+    shape: tuple[int, ...]
+    transposed: bool = False
+    known: bool = True
+    left_alone: str = ""
+    blocked: str = ""
+    computed: str = ""
+
+    @property
+    def path(self) -> str:
+        """The parameter's path."""
+        return self.place.of(self.leaf)
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """The module paths that mean this weight: the owner's; of an attention's output projection its parent's too."""
+        around = self.place.around
+        both = (
+            (self.place.path, around.path) if isinstance(around.module, nn.MultiheadAttention) else (self.place.path,)
+        )
+        return tuple(path for path in both if path)
+
+    @property
+    def current(self) -> Slot | None:
+        """The formats of a weight that is converted already."""
+        spec = _spec(self.tensor)
+        return None if spec is None else Slot(spec.weight, spec.activation or None)
+
+    @property
+    def current_rules(self) -> tuple[str, str] | None:
+        """The scale rules of weight and activation of a weight that is converted already."""
+        spec = _spec(self.tensor)
+        return None if spec is None else (spec.weight_rule, spec.activation_rule)
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Every module under every one of its names, in the order of the tree; none is entered within itself."""
+    pending = [Place("", (), model)]
+    while pending:
+        place = pending.pop()
+        yield place
+        around = {id(module) for _, module in place.chain} | {id(model)}
+        children = [(name, m) for name, m in place.module._modules.items() if m is not None and id(m) not in around]
+        pending.extend(place.below(name, module) for name, module in reversed(children))
+
+
+def output_embeddings(model: nn.Module) -> frozenset[int]:
+    """Identities of what `get_output_embeddings()` returns, of the model and of the models inside it."""
+    found = set()
+    for module in model.modules():
+        declared = getattr(module, "get_output_embeddings", None)
+        if callable(declared):
+            try:
+                found.add(id(declared()))
+            except Exception:  # a model of another library that has none, and says so in its own way
+                continue
+    return frozenset(found - {id(None)})
+
+
+def uses_of(place: Place, outputs: Container[int]) -> Iterator[Use]:
+    """The weights among the parameters of one module (not those of its children), with their uses."""
+    module = place.module
+    computed = _computed(module)
+    for weight, (how, source, _) in computed.items():
+        use = _use(place, weight, source, outputs)
+        if use is not None:
+            yield dataclasses.replace(use, blocked=COMPUTED.format(how=how), computed=weight)
+    consumed = {name for _, _, names in computed.values() for name in names}
+    if isinstance(module, parametrize.ParametrizationList):
+        consumed |= {name for name in module._parameters if name.startswith("original")}
+    for leaf, tensor in module._parameters.items():
+        if tensor is not None and leaf not in consumed:
+            use = _use(place, leaf, tensor, outputs)
+            if use is not None:
+                yield use
+
+
+def _use(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Use | None:
+    """What the module at `place` does with its parameter `leaf`; None for biases, norms, convolutions and the like."""
+    module = place.module
+    if isinstance(module, nn.Linear) and leaf == "weight":
+        return _linear(place, leaf, tensor, outputs, transposed=False)
+    if _is_conv1d(module) and leaf == "weight":
+        return _linear(place, leaf, tensor, outputs, transposed=True)
+    if isinstance(module, nn.MultiheadAttention) and leaf in _ATTENTION_WEIGHTS:
+        return _linear(place, leaf, tensor, outputs, transposed=False)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and leaf == "weight":
+        return _embedding(place, leaf, tensor, module)
+    return _bare(place, leaf, tensor, outputs)
+
+
+def _linear(place: Place, leaf: str, tensor: Tensor, outputs: Container[int], *, transposed: bool) -> Use:
+    """The weight of a layer that is linear by its class."""
+    return Use(
+        place=place,
+        leaf=leaf,
+        tensor=tensor,
+        kind="moe" if in_experts(place) else "linear",
+        shape=_logical_shape(tensor, transposed),
+        transposed=transposed,
+        left_alone=reason_for(place, outputs),
+        blocked=_obstacle(tensor),
+    )
+
+
+def _embedding(place: Place, leaf: str, tensor: Tensor, module: nn.Embedding | nn.EmbeddingBag) -> Use:
+    """The table of an embedding, (V, D)."""
+    blocked = _obstacle(tensor)
+    if isinstance(module, nn.EmbeddingBag):
+        blocked = blocked or "a quantized EmbeddingBag has no implementation"
+    elif module.max_norm is not None:
+        blocked = blocked or "its lookup writes into the table (max_norm)"
+    return Use(
+        place=place,
+        leaf=leaf,
+        tensor=tensor,
+        kind="embedding",
+        shape=_logical_shape(tensor, False),
+        left_alone="embedding",
+        blocked=blocked,
+    )
+
+
+def _bare(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Use | None:
+    """A parameter whose owner is no known layer: a weight of experts, or a matrix of unknown use."""
+    module = place.module
+    if nn.parameter.is_lazy(tensor) or not tensor.is_floating_point() or "bias" in leaf:
+        return None
+    if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
+        return None
+    shape = _logical_shape(tensor, False)
+    stacked = tensor.dim() == 3 and (holds_experts(place) or leaf in _EXPERT_WEIGHTS)
+    if stacked or (tensor.dim() == 2 and holds_experts(place)):
+        return Use(place=place, leaf=leaf, tensor=tensor, kind="moe", shape=shape, blocked=EXPERTS_NOT_YET)
+    if tensor.dim() != 2:
+        return None
+    return Use(
+        place=place,
+        leaf=leaf,
+        tensor=tensor,
+        kind="linear",
+        shape=shape,
+        transposed=_stored_transposed(tensor),
+        known=_spec(tensor) is not None,
+        left_alone=reason_for(place, outputs),
+        blocked="used by a recurrent layer, not by a linear one"
+        if isinstance(module, _RECURRENT)
+        else _obstacle(tensor),
+    )
+
+
+def _obstacle(tensor: Tensor) -> str:
+    """Why a linear layer's or an embedding's weight cannot be converted, of what it is stored as."""
+    if _spec(tensor) is not None:
+        return ""
+    if nn.parameter.is_lazy(tensor):
+        return "not initialised yet; run the model once"
+    library = type(tensor).__module__.partition(".")[0]
+    if library in _QUANTIZERS:
+        return f"already quantized by {library} ({type(tensor).__name__})"
+    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+        return f"already quantized: it is stored in {_name(tensor.dtype)}"
+    if tensor.dtype not in DTYPES:
+        return f"its dtype {_name(tensor.dtype)} cannot be quantized; valid: {', '.join(sorted(map(_name, DTYPES)))}"
+    if tensor.dim() != 2:
+        return f"it is stored with shape {tuple(tensor.shape)}, not as a matrix"
+    return "" if tensor.numel() else "it has no elements"
+
+
+def _computed(module: nn.Module) -> dict[str, tuple[str, Tensor, tuple[str, ...]]]:
+    """The tensors of a module that are computed: by what, a parameter of the shape, all parameters used up."""
+    found: dict[str, tuple[str, Tensor, tuple[str, ...]]] = {}
+    if parametrize.is_parametrized(module):
+        for name, chain in getattr(module, "parametrizations").items():  # noqa: B009 (typed as a module)
+            originals = [p for key, p in chain._parameters.items() if key.startswith("original") and p is not None]
+            if originals:
+                found[name] = ("a parametrization", max(originals, key=Tensor.numel), ())
+    for leaf, tensor in module._parameters.items():
+        base = leaf[:-2] if leaf.endswith("_v") else leaf.removesuffix("_orig")
+        if tensor is None or base == leaf or base in module._parameters:
+            continue
+        if leaf.endswith("_v") and f"{base}_g" in module._parameters:
+            found[base] = ("weight_norm", tensor, (leaf, f"{base}_g"))
+        elif leaf.endswith("_orig"):
+            found[base] = ("pruning or spectral_norm", tensor, (leaf,))
+    return found
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D (GPT-2): a linear layer that stores (K, N)."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
+
+
+def _logical_shape(tensor: Tensor, transposed: bool) -> tuple[int, ...]:
+    """(N, K) of a matrix stored either way; the stored shape of anything else."""
+    if nn.parameter.is_lazy(tensor):
+        return (0, 0)
+    shape = tuple(int(extent) for extent in tensor.shape)
+    return shape[::-1] if len(shape) == 2 and (transposed or _stored_transposed(tensor)) else shape
+
+
+def _stored_transposed(tensor: Tensor) -> bool:
+    spec = _spec(tensor)
+    return spec is not None and bool(spec.transposed)
+
+
+def _spec(tensor: Tensor) -> Any:
+    """The `WeightSpec` of a converted weight, or None (told by a mark: its class stands on a higher floor)."""
+    return tensor.spec if getattr(type(tensor), "__olq_fx_quantized__", False) else None  # type: ignore[attr-defined]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,178 @@
+r"""Patterns: how a configuration names layers.
+
+API:
+    compile_pattern(text) -> Pattern        validates; the same text gives the same object
+    Pattern.matches(path) -> bool           one path
+    PathIndex(paths).find(pattern)          all paths that match, quickly for exact names and for globs
+    PathIndex(paths).nearest(pattern)       the end of an error message: the paths that were perhaps meant
+
+Three forms, never a substring match:
+
+| form | rule |
+| --- | --- |
+| `model.layers.1.self_attn.o_proj` | the exact path of a module or of a parameter |
+| `re:model\.layers\.\d+\.mlp` | a regular expression, anchored at the start; over 100 ms for one path is an error |
+| `*.mlp.*` (anything with `*`, `?` or `[`) | `fnmatch` on the whole path, case-sensitive; `*` crosses dots |
+"""
+
+import bisect
+import dataclasses
+import fnmatch
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+from olq_fx.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    import regex
+
+TIMEOUT = 0.1
+"""Seconds that a regular expression may take for one path."""
+
+REGEX_PREFIX = "re:"
+
+_SPECIAL = re.compile(r"[*?\[]")
+_WORD = re.compile(r"\w+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+Form = Literal["exact", "regex", "glob"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    """One pattern, known to be well-formed. Made by `compile_pattern`."""
+
+    text: str
+    form: Form
+
+    def matches(self, path: str) -> bool:
+        """Whether `path`, of a module or of a parameter, is named by the pattern.
+
+        Raises:
+            ConfigurationError: the regular expression took more than 100 ms for this path.
+        """
+        if self.form == "exact":
+            return path == self.text
+        if self.form == "glob":
+            return fnmatch.fnmatchcase(path, self.text)
+        try:
+            return _expression(self.text).match(path, timeout=TIMEOUT) is not None
+        except TimeoutError:
+            raise ConfigurationError(
+                f"the pattern {self.text!r} took more than {TIMEOUT * 1000:.0f} ms for the path {path!r}; "
+                "write it without nested repetitions"
+            ) from None
+
+    @property
+    def literal_prefix(self) -> str:
+        """What every matching path begins with."""
+        if self.form == "regex":
+            return ""
+        special = _SPECIAL.search(self.text)
+        return self.text if special is None else self.text[: special.start()]
+
+
+@functools.lru_cache(maxsize=4096)
+def compile_pattern(text: str) -> Pattern:
+    """The pattern written as `text`.
+
+    Raises:
+        ConfigurationError: it is empty, or a malformed regular expression.
+    """
+    if text.startswith(REGEX_PREFIX):
+        _expression(text)
+        return Pattern(text, "regex")
+    if not text.strip():
+        raise ConfigurationError(f"{text!r} is no pattern: it names nothing")
+    return Pattern(text, "glob" if _SPECIAL.search(text) else "exact")
+
+
+@functools.lru_cache(maxsize=4096)
+def _expression(text: str) -> "regex.Pattern[str]":
+    """The compiled expression of a `re:` pattern (the `regex` package: it has a timeout, `re` has none)."""
+    import regex
+
+    body = text.removeprefix(REGEX_PREFIX)
+    if not body:
+        raise ConfigurationError(f"{text!r} is no pattern: an empty regular expression would match every path")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # notes on future syntax, which would name a line of ours
+            return regex.compile(body)
+    except (regex.error, RecursionError, OverflowError, ValueError) as error:
+        raise ConfigurationError(f"malformed regular expression in the pattern {text!r}: {error}") from None
+
+
+class PathIndex:
+    """The paths of a model, arranged so that patterns find theirs without trying every one.
+
+    Exact names are looked up; a glob is tried only on the paths that share the text before its first special
+    character; a regular expression is tried on all.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        """Index `paths`; duplicates count once."""
+        self._sorted = sorted(set(paths))
+        self._known = frozenset(self._sorted)
+
+    def find(self, pattern: Pattern) -> list[str]:
+        """The paths that `pattern` matches, sorted."""
+        if pattern.form == "exact":
+            return [pattern.text] if pattern.text in self._known else []
+        return [path for path in self._with_prefix(pattern.literal_prefix) if pattern.matches(path)]
+
+    def below(self, path: str) -> list[str]:
+        """The paths inside the container `path`, sorted."""
+        return self._with_prefix(path + ".")
+
+    def _with_prefix(self, prefix: str) -> list[str]:
+        if not prefix:
+            return self._sorted
+        start = bisect.bisect_left(self._sorted, prefix)
+        following = itertools.islice(self._sorted, start, None)
+        return list(itertools.takewhile(lambda path: path.startswith(prefix), following))
+
+    def nearest(self, pattern: Pattern) -> str:
+        """Words that end an error message about a pattern without a match: what was perhaps meant."""
+        if not self._sorted:
+            return "the model has no linear, expert or embedding weight"
+        if pattern.form == "exact":
+            return self._nearest_path(pattern.text)
+        return self._nearest_word(pattern.text.removeprefix(REGEX_PREFIX))
+
+    def _nearest_path(self, text: str) -> str:
+        """Paths like `text`. Layers of one kind differ by their numbers only and are compared once."""
+        kinds: dict[str, list[str]] = {}
+        for path in self._sorted:
+            kinds.setdefault(_NUMBER.sub("0", path), []).append(path)
+        numbers = _NUMBER.findall(text)
+        close = nearest(_NUMBER.sub("0", text), kinds)
+        if not close.startswith("did you mean"):
+            return _some(self._sorted)
+        chosen = [name for name in re.findall(r"'([^']*)'", close) if name in kinds]
+        return "did you mean " + " or ".join(repr(_same_numbers(kinds[name], numbers)) for name in chosen) + "?"
+
+    def _nearest_word(self, body: str) -> str:
+        """A part of a path like the longest word of a glob or of a regular expression."""
+        word = max(_WORD.findall(body), key=len, default="")
+        parts = {part for path in self._sorted for part in path.split(".") if not part.isdigit()}
+        if not word or word in parts:
+            return _some(self._sorted)
+        close = nearest(word, parts)
+        return f"no path has {word!r} in it: {close}" if close.startswith("did") else _some(self._sorted)
+
+
+def _same_numbers(paths: list[str], numbers: list[str]) -> str:
+    """Of paths of one kind the one with these layer numbers, else the first."""
+    return next((path for path in paths if _NUMBER.findall(path) == numbers), paths[0])
+
+
+def _some(paths: list[str]) -> str:
+    """A few of the paths, when none is similar."""
+    if len(paths) <= 6:
+        return "valid: " + ", ".join(paths)
+    return f"there are {len(paths)} paths, such as {paths[0]!r} and {paths[len(paths) // 2]!r}"

@@ -1,0 +1,269 @@
+"""The plan: what becomes of every weight of a model, decided once, before anything is changed. Both routes execute it.
+
+API:
+    plan_for(config, model, strict=True, candidates=None) -> Plan     from a model (config in any form that parse takes)
+    make_plan(config, candidates, strict=True, all_paths=(), parameter_bytes=None) -> Plan
+    Plan.rows, .lookup(path), .quantized, .problems, .bytes_before, .bytes_after, .share_of_candidates,
+        .share_of_parameters, .to_dict(), .to_json(), str(plan)
+    PlanRow: path, module_path, names, kind, shape, dtype, decision, slot, weight_rule, activation_rule, transposed,
+        kernel, kernel_reason, reason, warning, bytes_before, bytes_after, trainable, asked
+"""
+
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from olq_fx.candidates import Candidate, candidates_of, module_paths
+from olq_fx.candidates import parameter_bytes as bytes_of_parameters
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.errors import PlanError, nearest
+from olq_fx.formats import FORMATS
+from olq_fx.kernels import registry
+from olq_fx.module_uses import CandidateKind
+from olq_fx.numerics import quantized_bytes
+from olq_fx.schemes import Slot
+from olq_fx.selection import Decision, Verdict, select
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """What becomes of one weight.
+
+    Attributes:
+        path, module_path: the parameter and its module, by their first names.
+        names: every path of the parameter.
+        kind: `linear`, `moe` or `embedding`.
+        shape: (N, K) whatever the storage; of stacked experts as stored.
+        dtype: original precision.
+        decision: `quantize`; `leave` in original precision; `already` converted before, and kept.
+        slot: its formats; None for `leave`.
+        weight_rule, activation_rule: the scale rules; "" where there is none.
+        transposed: whether it is stored as (K, N).
+        kernel: the predicted kernel; "" for `leave`.
+        kernel_reason: why no better kernel runs it, or "".
+        reason: why it is left, or kept as it is; "" for `quantize`.
+        warning: what a user should know of it, or "".
+        bytes_before: its size in original precision.
+        bytes_after: its size as this row has it.
+        trainable: whether it required a gradient; a converted weight is frozen.
+        asked: whether the configuration asks for it to be quantized.
+    """
+
+    path: str
+    module_path: str
+    names: tuple[str, ...]
+    kind: CandidateKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    decision: Decision
+    slot: Slot | None
+    weight_rule: str
+    activation_rule: str
+    transposed: bool
+    kernel: str
+    kernel_reason: str
+    reason: str
+    warning: str
+    bytes_before: int
+    bytes_after: int
+    trainable: bool
+    asked: bool
+
+    @property
+    def formats(self) -> str:
+        """`weight / activation`, or "" for a weight in original precision."""
+        return "" if self.slot is None else f"{self.slot.weight} / {self.slot.activation or 'none'}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row in plain JSON values."""
+        row = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        slot = None if self.slot is None else {"weight": self.slot.weight, "activation": self.slot.activation}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return row | {"names": list(self.names), "shape": list(self.shape), "dtype": dtype, "slot": slot}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A row for each weight that a configuration may speak of.
+
+    Attributes:
+        config: what was asked for.
+        rows: in the order of the model.
+        parameter_bytes: size of all parameters of the model in original precision; that of the rows if unknown.
+        problems: what `strict=False` let pass: patterns and requests without effect.
+    """
+
+    config: QuantizationConfig
+    rows: tuple[PlanRow, ...]
+    parameter_bytes: int
+    problems: tuple[str, ...] = ()
+    _by_name: dict[str, PlanRow] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Index the rows by every name."""
+        object.__setattr__(self, "_by_name", {name: row for row in self.rows for name in row.names})
+
+    def get(self, path: str) -> PlanRow | None:
+        """The row of the parameter with this path, under any of its names, or None."""
+        return self._by_name.get(path)
+
+    def lookup(self, path: str) -> PlanRow:
+        """The row of the parameter with this path, under any of its names.
+
+        Raises:
+            PlanError: no row has it; the message offers the nearest paths.
+        """
+        row = self._by_name.get(path)
+        if row is None:
+            raise PlanError(f"the plan has no weight {path!r}; {nearest(path, self._by_name)}")
+        return row
+
+    @property
+    def quantized(self) -> tuple[PlanRow, ...]:
+        """The rows that are quantized, or will be."""
+        return tuple(row for row in self.rows if row.decision != "leave")
+
+    @property
+    def bytes_before(self) -> int:
+        """Size of all rows in original precision."""
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        """Size of all rows when the plan is executed."""
+        return sum(row.bytes_after for row in self.rows)
+
+    @property
+    def share_of_candidates(self) -> float:
+        """Which share of the bytes of all rows is quantized (in original precision); 0 without rows."""
+        return sum(row.bytes_before for row in self.quantized) / max(self.bytes_before, 1)
+
+    @property
+    def share_of_parameters(self) -> float:
+        """Which share of the bytes of all parameters is quantized (in original precision)."""
+        return sum(row.bytes_before for row in self.quantized) / max(self.parameter_bytes, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain JSON values."""
+        return {
+            "config": self.config.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "problems": list(self.problems),
+            "parameter_bytes": self.parameter_bytes,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "share_of_candidates": self.share_of_candidates,
+            "share_of_parameters": self.share_of_parameters,
+        }
+
+    def to_json(self) -> str:
+        """The plan as strict JSON (no NaN or Infinity)."""
+        return json.dumps(self.to_dict(), allow_nan=False, indent=2)
+
+    def __str__(self) -> str:
+        """A table, one row a weight, and the totals."""
+        from olq_fx.tables import plan_table
+
+        return plan_table(self)
+
+
+def plan_for(
+    config: object, model: nn.Module, *, strict: bool = True, candidates: Sequence[Candidate] | None = None
+) -> Plan:
+    """The plan of a model.
+
+    Args:
+        config: in any form that `QuantizationConfig.parse` takes.
+        model: only shapes and types are read, so it may be on meta.
+        strict: whether a pattern or request without effect is an error; otherwise it is a warning.
+        candidates: instead of those of the module tree, e.g. combined with what a traced graph shows.
+
+    Raises:
+        ConfigurationError: the configuration has no meaning.
+        PlanError: it does not fit the model.
+    """
+    found = candidates_of(model) if candidates is None else candidates
+    return make_plan(
+        QuantizationConfig.parse(config),
+        found,
+        strict=strict,
+        all_paths=module_paths(model),
+        parameter_bytes=bytes_of_parameters(model),
+    )
+
+
+def make_plan(
+    config: QuantizationConfig,
+    candidates: Sequence[Candidate],
+    *,
+    strict: bool = True,
+    all_paths: Collection[str] = (),
+    parameter_bytes: int | None = None,
+) -> Plan:
+    """The plan of a set of candidates: see `plan_for` and `selection.select`."""
+    selection = select(config, candidates, strict=strict, all_paths=all_paths)
+    rows = tuple(_row(config, c, verdict) for c, verdict in zip(candidates, selection.verdicts, strict=True))
+    total = sum(row.bytes_before for row in rows) if parameter_bytes is None else parameter_bytes
+    return Plan(config, rows, total, selection.problems)
+
+
+def _row(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> PlanRow:
+    """The row of a candidate of which the verdict is known."""
+    slot = verdict.slot
+    before = candidate.bytes
+    after = before if slot is None else quantized_bytes(FORMATS[slot.weight], candidate.shape[0], candidate.shape[1])
+    kernel, kernel_reason = _kernel(candidate, slot)
+    weight_rule, activation_rule = _rules(config, candidate, verdict)
+    return PlanRow(
+        path=candidate.path,
+        module_path=candidate.module_path,
+        names=candidate.names,
+        kind=candidate.kind,
+        shape=candidate.shape,
+        dtype=candidate.dtype,
+        decision=verdict.decision,
+        slot=slot,
+        weight_rule=weight_rule,
+        activation_rule=activation_rule,
+        transposed=candidate.transposed,
+        kernel=kernel,
+        kernel_reason=kernel_reason,
+        reason=verdict.reason,
+        warning=_warning(candidate, verdict, before, after),
+        bytes_before=before,
+        bytes_after=after,
+        trainable=candidate.trainable,
+        asked=verdict.asked,
+    )
+
+
+def _kernel(candidate: Candidate, slot: Slot | None) -> tuple[str, str]:
+    """The predicted kernel and why it is no better one. An expert that is a layer of its own is a linear layer here."""
+    if slot is None:
+        return "", ""
+    kind = "embedding" if candidate.kind == "embedding" else "linear"
+    n, k = candidate.shape
+    choice = registry.select(kind, slot.weight, slot.activation, n, k, candidate.device.type)
+    return choice.name, choice.reason
+
+
+def _rules(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> tuple[str, str]:
+    """The scale rules of weight and activation; those that a converted weight has."""
+    slot = verdict.slot
+    if slot is None:
+        return "", ""
+    if candidate.current_rules is not None:
+        return candidate.current_rules
+    return config.weight_rule(slot.weight), config.activation_rule(slot.activation) if slot.activation else ""
+
+
+def _warning(candidate: Candidate, verdict: Verdict, before: int, after: int) -> str:
+    if candidate.kind == "moe" and verdict.decision == "leave" and verdict.asked:
+        return f"{before} bytes of experts stay in original precision"
+    if verdict.decision == "quantize" and after > before:
+        return f"takes more bytes than before ({after} instead of {before})"
+    return ""

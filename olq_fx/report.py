@@ -1,0 +1,159 @@
+"""The report: what a run did with every weight, what it refused, and what a user should know.
+
+API:
+    Report(plan)                                 statuses start as planned: "pending", "left alone", "already"
+    .mark(path, status)                          "converted", "pending", "left alone", "already" (path: any name of it)
+    .refuse(what, where, reason)                 a pass or a step declined something
+    .note(text)                                  one line for the user
+    .status(path), .converted, .pending, .left_alone, .already, .frozen, .refusals, .notes
+    .share_of_candidates, .share_of_parameters   of bytes that are quantized by now
+    .check()                                     raises PlanError for what strict=False let pass, or for pending weights
+    .to_dict(), .to_json(), str(report)
+"""
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from olq_fx.errors import PlanError
+from olq_fx.plan import Plan, PlanRow
+
+Status = Literal["converted", "pending", "left alone", "already"]
+
+_START: dict[str, Status] = {"quantize": "pending", "leave": "left alone", "already": "already"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """Something that was declined: `what` (a pass, a step) declined `where` (a layer, a node) for a reason."""
+
+    what: str
+    where: str
+    reason: str
+
+
+class Report:
+    """What was done with every row of a plan. The one who executes the plan marks it as it goes.
+
+    Attributes:
+        plan: what was planned.
+        refusals: what was declined, in the order of its happening, each once.
+        notes: lines for the user, each once.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        """Start a report: rows to be quantized are pending."""
+        self.plan = plan
+        self.refusals: list[Refusal] = []
+        self.notes: list[str] = []
+        self._statuses: dict[str, Status] = {row.path: _START[row.decision] for row in plan.rows}
+
+    def mark(self, path: str, status: Status) -> None:
+        """Say what happened to the weight with this path (any of its names).
+
+        Raises:
+            PlanError: the plan has no such weight.
+        """
+        self._statuses[self.plan.lookup(path).path] = status
+
+    def refuse(self, what: str, where: str, reason: str) -> None:
+        """Record that something was declined."""
+        refusal = Refusal(what, where, reason)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+
+    def note(self, text: str) -> None:
+        """Record a line for the user."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def status(self, path: str) -> Status:
+        """What happened to the weight with this path (any of its names)."""
+        return self._statuses[self.plan.lookup(path).path]
+
+    @property
+    def converted(self) -> tuple[PlanRow, ...]:
+        """The rows that this run converted."""
+        return self._with("converted")
+
+    @property
+    def pending(self) -> tuple[PlanRow, ...]:
+        """The rows that wait for their data."""
+        return self._with("pending")
+
+    @property
+    def left_alone(self) -> tuple[PlanRow, ...]:
+        """The rows that keep their original precision."""
+        return self._with("left alone")
+
+    @property
+    def already(self) -> tuple[PlanRow, ...]:
+        """The rows that were converted before this run."""
+        return self._with("already")
+
+    @property
+    def frozen(self) -> tuple[PlanRow, ...]:
+        """The converted rows that were trainable and no longer are."""
+        return tuple(row for row in self.converted if row.trainable)
+
+    @property
+    def share_of_candidates(self) -> float:
+        """Which share of the bytes of all rows is quantized by now (in original precision)."""
+        return self._quantized_bytes() / max(self.plan.bytes_before, 1)
+
+    @property
+    def share_of_parameters(self) -> float:
+        """Which share of the bytes of all parameters is quantized by now (in original precision)."""
+        return self._quantized_bytes() / max(self.plan.parameter_bytes, 1)
+
+    def check(self) -> "Report":
+        """The report itself, if everything that was asked for happened.
+
+        Raises:
+            PlanError: a pattern or request was without effect (`strict=False`, or code without a root module), or a
+                weight still waits for its data.
+        """
+        found = list(self.plan.problems)
+        if self.pending:
+            found.append(f"without data yet: {', '.join(row.path for row in self.pending[:5])}")
+        if found:
+            raise PlanError("; ".join(found))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain JSON values."""
+        plan = self.plan.to_dict()
+        rows = [row | {"status": self._statuses[row["path"]]} for row in plan.pop("rows")]
+        return plan | {
+            "rows": rows,
+            "share_of_candidates": self.share_of_candidates,
+            "share_of_parameters": self.share_of_parameters,
+            "frozen": [row.path for row in self.frozen],
+            "refusals": [dataclasses.asdict(refusal) for refusal in self.refusals],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """The report as strict JSON (no NaN or Infinity)."""
+        return json.dumps(self.to_dict(), allow_nan=False, indent=2)
+
+    def __str__(self) -> str:
+        """A table of all rows with their status, then what was refused and noted."""
+        from olq_fx.tables import plan_table
+
+        return "\n".join([plan_table(self.plan, self._statuses), *self._lines()])
+
+    def _lines(self) -> list[str]:
+        lines = []
+        if self.frozen:
+            lines.append(f"frozen, were trainable: {len(self.frozen)} weights ({self.frozen[0].path}, ...)")
+        if self.already and not self.converted and not self.pending:
+            lines.append("nothing to do: the requested layers were quantized before")
+        lines += [f"refused: {r.what} at {r.where}: {r.reason}" for r in self.refusals]
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def _with(self, status: Status) -> tuple[PlanRow, ...]:
+        return tuple(row for row in self.plan.rows if self._statuses[row.path] == status)
+
+    def _quantized_bytes(self) -> int:
+        return sum(row.bytes_before for row in (*self.converted, *self.already))
