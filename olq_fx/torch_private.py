@@ -1,10 +1,317 @@
-"""All use of private API of torch, for the versions that are supported. Nothing else may rely on it."""
+"""The one place that touches private API of torch: small functions, each tried with torch 2.11, 2.13 and 2.14.
 
+What stands behind them: how Dynamo names the inputs of a graph and where in the running program they live, what guards
+it has recorded, how tensors become fake, how Inductor is called, and what enters its caches.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor
+
+# Dynamo: the frame that is being compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """The frame that Dynamo compiles at this moment.
+
+    Attributes:
+        code: its code object.
+        scope: its variables, as `{"L": locals, "G": globals}`, in which the names of sources are evaluated.
+        target: the module that was given to torch.compile, or None (a function was, or nothing is known).
+        receiver: the module whose method the frame runs, or None.
+    """
+
+    code: types.CodeType
+    scope: dict[str, Any]
+    target: nn.Module | None
+    receiver: nn.Module | None
+
+
+def current_frame() -> Frame | None:
+    """The frame that Dynamo compiles now; None outside a compilation."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import TracingContext
+
+    if TracingContext.try_get() is None:
+        return None
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+    code = output.root_tx.f_code
+    scope = {"L": dict(output.local_scope), "G": output.global_scope}
+    return Frame(code, scope, _compile_target(), _receiver(code, scope["L"]))
+
+
+def calling_scope(code: types.CodeType) -> dict[str, Any] | None:
+    """The variables of the nearest frame above the caller that runs what Dynamo made of `code`; None if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_code
+        if found.co_name == code.co_name and found.co_filename == code.co_filename:
+            return {"L": frame.f_locals, "G": frame.f_globals}
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _compile_target() -> nn.Module | None:
+    """The module that the innermost running call of torch.compile was given."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":
+            function = frame.f_locals.get("fn")
+            bound = getattr(function, "__self__", None)
+            if bound is None and getattr(function, "__name__", "") == "inner":
+                cells = getattr(function, "__closure__", None) or ()
+                bound = next((cell.cell_contents for cell in cells), None)
+            return bound if isinstance(bound, nn.Module) else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _receiver(code: types.CodeType, variables: dict[str, Any]) -> nn.Module | None:
+    """The module on which a method runs: the first argument of a method, or what torch wraps as `fn` in `inner`."""
+    first = variables.get("fn" if code.co_name == "inner" else next(iter(code.co_varnames), ""))
+    if isinstance(first, nn.Module) and (code.co_name == "inner" or hasattr(type(first), code.co_name)):
+        return first
+    # What follows a graph break is a function of its own, whose first arguments are Dynamo's.
+    own = variables.get("self")
+    return own if code.co_name.startswith("torch_dynamo_resume") and isinstance(own, nn.Module) else None
+
+
+def forget_compiled(code: types.CodeType) -> None:
+    """Drop what Dynamo has compiled of `code`, so that its next call compiles anew."""
+    from torch._dynamo.eval_frame import reset_code
+
+    reset_code(code)
+
+
+# Dynamo: the inputs of a graph
+
+
+def source_name(node: torch.fx.Node) -> str | None:
+    """Where a graph input comes from, as an expression over the scope, such as `L['self']._parameters['weight']`."""
+    argument = node.meta.get("grapharg")
+    source = getattr(node, "_dynamo_source", None) if argument is None else argument.source
+    return None if source is None else str(source.name)
+
+
+def copy_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy that may be rewritten: Dynamo reads the meta of its own graph after the backend is done.
+
+    The copy keeps no real tensor alive and is recognized by AOTAutograd as one from Dynamo.
+    """
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    if output is not None:
+        value, original = output
+        copies[original] = graph.output(value)
+        copies[original].meta = dict(original.meta)
+    for original, copied in copies.items():
+        if original.op == "placeholder":
+            argument = original.meta.get("grapharg")
+            source = getattr(original, "_dynamo_source", None if argument is None else argument.source)
+            copied._dynamo_source = source  # type: ignore[attr-defined]
+            copied.meta.pop("grapharg", None)
+    copy = torch.fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    copy.meta = dict(gm.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "_backend_id"):
+        if name in gm.__dict__:
+            copy.__dict__[name] = gm.__dict__[name]
+    return copy
+
+
+def name_part(node: torch.fx.Node, owner: torch.fx.Node, attribute: str) -> None:
+    """Say that graph input `node` is the attribute of what comes in as `owner`, at a stable address."""
+    from torch._dynamo.source import AttrSource
+
+    source = getattr(owner, "_dynamo_source", None)
+    node._dynamo_source = None if source is None else AttrSource(source, attribute)  # type: ignore[attr-defined]
+    # Read by AOTAutograd: CUDA graphs need no copy of it.
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
+    """Guard the shape of a graph input, and no longer that it is the plain tensor of dtype and type that it was.
+
+    Args:
+        node: the input of Dynamo's own graph.
+        names: the expressions by which the same tensor is reached (tied parameters have several).
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._guards import Guard, TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    guards = context.guards_context.dynamo_guards
+    stale = set(names)
+    for guard in [guard for guard in guards if guard.name in stale and _describes_tensor(guard)]:
+        guards.inner.discard(guard)
+    argument = node.meta.get("grapharg")
+    if argument is not None:
+        guards.add(Guard(AttrSource(argument.source, "shape"), GuardBuilder.EQUALS_MATCH))
+
+
+def _describes_tensor(guard: Any) -> bool:
+    """Whether a guard is on the tensor itself (that tied parameters are one tensor remains true)."""
+    return guard.create_fn_name() != "DUPLICATE_INPUT"
+
+
+def guarded_names() -> tuple[str, ...]:
+    """The expressions on which the compilation that is under way has guards."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        return ()
+    return tuple(dict.fromkeys(str(guard.name) for guard in context.guards_context.dynamo_guards))
+
+
+# Fake tensors
+
+
+def is_fake(value: object) -> bool:
+    """Whether a tensor has no data: it is fake (or wraps fake ones)."""
+    from torch._subclasses.fake_tensor import is_fake as torch_is_fake
+
+    return bool(torch_is_fake(value))
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any:
+    """The fake mode of the first fake tensor among `values`, or None."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def new_fake_mode() -> Any:
+    """A fake mode for running a whole model, part of whose tensors may be real."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def to_fake(mode: Any, tensor: Tensor) -> Tensor:
+    """The fake of a tensor with a static shape; asked again (by AOTAutograd too), `mode` gives the same one."""
+    fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
+    return fake
+
+
+# Inductor
+
+
+def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler that torch.compile knows by a name; a callable is its own."""
+    from torch._dynamo import lookup_backend as torch_lookup
+
+    found: Callable[..., Any] = torch_lookup(backend)
+    return found
+
+
+def backend_names() -> tuple[str, ...]:
+    """The names of all registered backends."""
+    from torch._dynamo import list_backends
+
+    return tuple(list_backends(exclude_tags=()))
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """The settings of Inductor for a `mode` of torch.compile."""
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def compile_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    decompositions: dict[Any, Callable[..., Any]],
+    options: dict[str, Any],
+    cache_tag: str,
+) -> Callable[..., Any]:
+    """Compile a graph with Inductor under settings of this compilation only, its backward included.
+
+    Args:
+        gm: the graph; Inductor takes it over.
+        example_inputs: real or fake.
+        decompositions: of our operators, beside Inductor's own.
+        options: settings of Inductor; each wins over what is set here (casts and divisions as eager does them).
+        cache_tag: what enters the keys of all caches: other sources or options of ours never see each other's code.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    patches = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True, **options}
+    # A patch is an exception-safe context whose state is one compilation's: the backward makes its own later.
+    tag = f"{torch.compiler.config.cache_key_tag}{cache_tag}"
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches):
+            return compile_fx_inner(*args, **kwargs)
+
+    with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches):
+        compiled: Callable[..., Any] = compile_fx(
+            gm,
+            example_inputs,
+            inner_compile=inner,
+            decompositions={**select_decomp_table(), **decompositions},
+        )
+    return compiled
+
+
+def inductor_sources(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """The Python modules that Inductor emits while `compiled(*args, **kwargs)` compiles, one a graph.
+
+    Cached code is not emitted again: Inductor's caches are off meanwhile.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._inductor.graph import GraphLowering
+
+    found: list[str] = []
+    with (
+        mock.patch.object(GraphLowering, "save_output_code", found.append),
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        compiled(*args, **kwargs)
+    return found
+
+
+@contextlib.contextmanager
+def only_this_compilation() -> Iterator[None]:
+    """Trace with Dynamo for ourselves: scalars stay in the graph, and no counter of the user's compilations moves."""
+    import torch._dynamo.config as dynamo_config
+
+    with dynamo_config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+
+
+@functools.cache
+def is_inplace_schema(target: Any) -> bool:
+    """Whether an operator's schema says that it writes to an argument."""
+    schema = getattr(target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+# Recording by make_fx
 
 
 def current_recording() -> Any:
