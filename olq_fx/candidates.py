@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from olq_fx.module_uses import CandidateKind, Use, output_embeddings, places, uses_of
 from olq_fx.schemes import Slot
 
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Element types of weights that can be converted."""
+
 USE_UNKNOWN = "use unknown; pass example_inputs or use backend()"
 _TWO_ORIENTATIONS = "it is used both as (N, K) and as (K, N), so that its reduction axis is not one"
 

@@ -16,8 +16,9 @@ from torch import nn
 _OUTPUT_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 _ROUTER_CLASS = re.compile(r"(Router|RouterMLP|TopKGat(e|ing)|TopkGat(e|ing))$")
 _GATE_CLASS = re.compile(r"Gat(e|ing)$")
-_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "shared_experts_gate"})
+_ROUTER_NAME = re.compile(r"router|shared_experts?_gate")
 _EXPERTS = re.compile(r"(?!shared_)(\w+_)?experts")
+_BESIDE_A_GATE = re.compile(r"(\w+_)?experts|shared_expert(_gate)?")
 _MODULATION_CLASS = re.compile(r"AdaLayerNorm|AdaLN|AdaGroupNorm|AdaNorm|LayerNormZero|RMSNormZero|^Modulation$|FiLM")
 _MODULATION_NAME = re.compile(r"(?i:ada_?ln\w*)|\w*scale_shift\w*")
 _MODULATION_LAYER = re.compile(r"(\w+_)?modulation|(img|txt)_mod")
@@ -91,14 +92,15 @@ def _output_reason(place: Place, outputs: Container[int]) -> str:
 
 
 def _router_reason(place: Place) -> str:
-    """A router decides which expert runs; it stands beside the experts or carries the name in its class."""
+    """A router decides which expert runs. A bare `gate` is one only beside experts: elsewhere it is half of an MLP."""
     for level, (name, module) in enumerate(place.chain):
-        beside_experts = any(_EXPERTS.fullmatch(other) for other in place.parent(level)._modules)
         kind = type(module).__name__
-        if _ROUTER_CLASS.search(kind) or (beside_experts and (name in _ROUTER_NAMES or _GATE_CLASS.search(kind))):
+        if _ROUTER_CLASS.search(kind) or _ROUTER_NAME.fullmatch(name):
             return "router of a mixture of experts"
-        if _GATE_CLASS.search(kind) and "moe" in kind.lower():
-            return "router of a mixture of experts"
+        if name == "gate" or _GATE_CLASS.search(kind):
+            siblings = place.parent(level)._modules
+            if "moe" in kind.lower() or any(_BESIDE_A_GATE.fullmatch(other) for other in siblings):
+                return "router of a mixture of experts"
     return ""
 
 

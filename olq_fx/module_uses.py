@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Container, Iterator
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -20,9 +19,6 @@ from olq_fx.left_alone import Place, holds_experts, in_experts, reason_for
 from olq_fx.schemes import Slot
 
 CandidateKind = Literal["linear", "moe", "embedding"]
-
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Element types of weights that can be converted."""
 
 EXPERTS_NOT_YET = "expert weights in one tensor are not converted in this version"
 COMPUTED = "its weight is computed by {how}, not stored; remove the parametrization first"
@@ -154,13 +150,13 @@ def _linear(place: Place, leaf: str, tensor: Tensor, outputs: Container[int], *,
         shape=_logical_shape(tensor, transposed),
         transposed=transposed,
         left_alone=reason_for(place, outputs),
-        blocked=_obstacle(tensor),
+        blocked=_obstacle(place.module, tensor),
     )
 
 
 def _embedding(place: Place, leaf: str, tensor: Tensor, module: nn.Embedding | nn.EmbeddingBag) -> Use:
     """The table of an embedding, (V, D)."""
-    blocked = _obstacle(tensor)
+    blocked = _obstacle(module, tensor)
     if isinstance(module, nn.EmbeddingBag):
         blocked = blocked or "a quantized EmbeddingBag has no implementation"
     elif module.max_norm is not None:
@@ -200,12 +196,12 @@ def _bare(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> U
         left_alone=reason_for(place, outputs),
         blocked="used by a recurrent layer, not by a linear one"
         if isinstance(module, _RECURRENT)
-        else _obstacle(tensor),
+        else _obstacle(module, tensor),
     )
 
 
-def _obstacle(tensor: Tensor) -> str:
-    """Why a linear layer's or an embedding's weight cannot be converted, of what it is stored as."""
+def _obstacle(module: nn.Module, tensor: Tensor) -> str:
+    """Why a linear layer's or an embedding's weight cannot be converted, judged by how it is stored."""
     if _spec(tensor) is not None:
         return ""
     if nn.parameter.is_lazy(tensor):
@@ -213,10 +209,8 @@ def _obstacle(tensor: Tensor) -> str:
     library = type(tensor).__module__.partition(".")[0]
     if library in _QUANTIZERS:
         return f"already quantized by {library} ({type(tensor).__name__})"
-    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
-        return f"already quantized: it is stored in {_name(tensor.dtype)}"
-    if tensor.dtype not in DTYPES:
-        return f"its dtype {_name(tensor.dtype)} cannot be quantized; valid: {', '.join(sorted(map(_name, DTYPES)))}"
+    if tensor.dtype.itemsize == 1 and _has_scales(module):
+        return f"already quantized: it is stored as {str(tensor.dtype).removeprefix('torch.')} beside its scales"
     if tensor.dim() != 2:
         return f"it is stored with shape {tuple(tensor.shape)}, not as a matrix"
     return "" if tensor.numel() else "it has no elements"
@@ -264,5 +258,6 @@ def _spec(tensor: Tensor) -> Any:
     return tensor.spec if getattr(type(tensor), "__olq_fx_quantized__", False) else None  # type: ignore[attr-defined]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _has_scales(module: nn.Module) -> bool:
+    """Whether a module keeps scales of its weight, as the layers of quantized checkpoints do."""
+    return any("scale" in name for name in (*module._parameters, *module._buffers))

@@ -160,10 +160,11 @@ class PathIndex:
         """A part of a path like the longest word of a glob or of a regular expression."""
         word = max(_WORD.findall(body), key=len, default="")
         parts = {part for path in self._sorted for part in path.split(".") if not part.isdigit()}
-        if not word or word in parts:
-            return _some(self._sorted)
-        close = nearest(word, parts)
-        return f"no path has {word!r} in it: {close}" if close.startswith("did") else _some(self._sorted)
+        if word in parts:
+            with_word = [path for path in self._sorted if word in path.split(".")]
+            return f"{word!r} is in paths, but not so; {_some(with_word)}"
+        close = nearest(word, parts) if word else ""
+        return f"no path has {word!r} in it; {close}" if close.startswith("did") else _some(self._sorted)
 
 
 def _same_numbers(paths: list[str], numbers: list[str]) -> str:
@@ -175,4 +176,4 @@ def _some(paths: list[str]) -> str:
     """A few of the paths, when none is similar."""
     if len(paths) <= 6:
         return "valid: " + ", ".join(paths)
-    return f"there are {len(paths)} paths, such as {paths[0]!r} and {paths[len(paths) // 2]!r}"
+    return f"valid: {', '.join(paths[:3])} and {len(paths) - 3} more"

@@ -3,7 +3,7 @@
 API:
     plan_for(config, model, strict=True, candidates=None) -> Plan     from a model (config in any form that parse takes)
     make_plan(config, candidates, strict=True, all_paths=(), parameter_bytes=None) -> Plan
-    Plan.rows, .lookup(path), .quantized, .problems, .bytes_before, .bytes_after, .share_of_candidates,
+    Plan.rows, .lookup(path), .quantized, .problems, .bytes_before, .bytes_after, .share,
         .share_of_parameters, .to_dict(), .to_json(), str(plan)
     PlanRow: path, module_path, names, kind, shape, dtype, decision, slot, weight_rule, activation_rule, transposed,
         kernel, kernel_reason, reason, warning, bytes_before, bytes_after, trainable, asked
@@ -11,8 +11,8 @@ API:
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,20 @@ from olq_fx.module_uses import CandidateKind
 from olq_fx.numerics import quantized_bytes
 from olq_fx.schemes import Slot
 from olq_fx.selection import Decision, Verdict, select
+from olq_fx.tables import size_of, table_of
+
+COLUMNS: Mapping[str, Literal["left", "right"]] = {
+    "weight": "left",
+    "kind": "left",
+    "shape": "left",
+    "dtype": "left",
+    "status": "left",
+    "formats (weight / activation)": "left",
+    "kernel": "left",
+    "bytes": "right",
+    "why": "left",
+}
+"""The columns of the table of a plan or a report."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +99,16 @@ class PlanRow:
         dtype = str(self.dtype).removeprefix("torch.")
         return row | {"names": list(self.names), "shape": list(self.shape), "dtype": dtype, "slot": slot}
 
+    def cells(self, status: str) -> tuple[str, ...]:
+        """The row for people, as `COLUMNS` has them; `status` is what to say of it."""
+        ties = f" (= {', '.join(self.names[1:])})" if self.names[1:] else ""
+        after = "" if self.slot is None else f" -> {size_of(self.bytes_after)}"
+        why = "; ".join(part for part in (self.reason, self.warning, self.kernel_reason) if part)
+        shape = " x ".join(map(str, self.shape))
+        dtype = str(self.dtype).removeprefix("torch.")
+        size = size_of(self.bytes_before) + after
+        return (self.path + ties, self.kind, shape, dtype, status, self.formats, self.kernel, size, why)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
@@ -138,7 +162,7 @@ class Plan:
         return sum(row.bytes_after for row in self.rows)
 
     @property
-    def share_of_candidates(self) -> float:
+    def share(self) -> float:
         """Which share of the bytes of all rows is quantized (in original precision); 0 without rows."""
         return sum(row.bytes_before for row in self.quantized) / max(self.bytes_before, 1)
 
@@ -156,7 +180,7 @@ class Plan:
             "parameter_bytes": self.parameter_bytes,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "share_of_candidates": self.share_of_candidates,
+            "share": self.share,
             "share_of_parameters": self.share_of_parameters,
         }
 
@@ -165,10 +189,22 @@ class Plan:
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
-        """A table, one row a weight, and the totals."""
-        from olq_fx.tables import plan_table
+        """A table, one line a weight, and the totals."""
+        table = table_of(COLUMNS, [row.cells(row.decision) for row in self.rows])
+        count = f"{len(self.quantized)} of {len(self.rows)} weights to be quantized or quantized before"
+        return "\n".join([table, f"{count}: {self.share:.1%} of their bytes", *self.summary()])
 
-        return plan_table(self)
+    def summary(self) -> list[str]:
+        """Lines on the whole: sizes, experts that stay in original precision, what `strict=False` let pass."""
+        sizes = f"{size_of(self.bytes_before)} -> {size_of(self.bytes_after)}"
+        lines = [
+            f"size of these weights: {sizes}; of all parameters in original precision: {size_of(self.parameter_bytes)}"
+        ]
+        experts = sum(row.bytes_before for row in self.rows if row.kind == "moe" and row.decision == "leave")
+        if experts:
+            share = experts / max(self.parameter_bytes, 1)
+            lines.append(f"experts in original precision: {size_of(experts)}, {share:.1%} of all parameters")
+        return lines + [f"warning: {problem}" for problem in self.problems]
 
 
 def plan_for(

@@ -5,20 +5,26 @@ API:
     .mark(path, status)                          "converted", "pending", "left alone", "already" (path: any name of it)
     .refuse(what, where, reason)                 a pass or a step declined something
     .note(text)                                  one line for the user
-    .status(path), .converted, .pending, .left_alone, .already, .frozen, .refusals, .notes
-    .share_of_candidates, .share_of_parameters   of bytes that are quantized by now
+    .status(path), .rows(status)                 of one weight; PlanRows of a status
+    .converted, .pending, .left_alone, .already, .frozen      paths
+    .refusals, .notes
+    .share, .share_of_parameters                 of the bytes, in original precision, that are quantized by now
     .check()                                     raises PlanError for what strict=False let pass, or for pending weights
     .to_dict(), .to_json(), str(report)
 """
 
 import dataclasses
 import json
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from olq_fx.errors import PlanError
-from olq_fx.plan import Plan, PlanRow
+from olq_fx.plan import COLUMNS, Plan, PlanRow
+from olq_fx.tables import table_of
 
 Status = Literal["converted", "pending", "left alone", "already"]
+STATUSES: tuple[Status, ...] = ("converted", "pending", "left alone", "already")
 
 _START: dict[str, Status] = {"quantize": "pending", "leave": "left alone", "already": "already"}
 
@@ -71,39 +77,46 @@ class Report:
         """What happened to the weight with this path (any of its names)."""
         return self._statuses[self.plan.lookup(path).path]
 
-    @property
-    def converted(self) -> tuple[PlanRow, ...]:
-        """The rows that this run converted."""
-        return self._with("converted")
+    def rows(self, status: Status) -> tuple[PlanRow, ...]:
+        """The rows with a status, in the order of the model."""
+        return tuple(row for row in self.plan.rows if self._statuses[row.path] == status)
 
     @property
-    def pending(self) -> tuple[PlanRow, ...]:
-        """The rows that wait for their data."""
-        return self._with("pending")
+    def converted(self) -> tuple[str, ...]:
+        """Paths of the weights that this run converted."""
+        return _paths(self.rows("converted"))
 
     @property
-    def left_alone(self) -> tuple[PlanRow, ...]:
-        """The rows that keep their original precision."""
-        return self._with("left alone")
+    def pending(self) -> tuple[str, ...]:
+        """Paths of the weights that wait for their data."""
+        return _paths(self.rows("pending"))
 
     @property
-    def already(self) -> tuple[PlanRow, ...]:
-        """The rows that were converted before this run."""
-        return self._with("already")
+    def left_alone(self) -> tuple[str, ...]:
+        """Paths of the weights that keep their original precision."""
+        return _paths(self.rows("left alone"))
 
     @property
-    def frozen(self) -> tuple[PlanRow, ...]:
-        """The converted rows that were trainable and no longer are."""
-        return tuple(row for row in self.converted if row.trainable)
+    def already(self) -> tuple[str, ...]:
+        """Paths of the weights that were converted before this run."""
+        return _paths(self.rows("already"))
 
     @property
-    def share_of_candidates(self) -> float:
-        """Which share of the bytes of all rows is quantized by now (in original precision)."""
+    def frozen(self) -> tuple[str, ...]:
+        """Paths of the weights that this run converted and that were trainable: they no longer are."""
+        return _paths([row for row in self.rows("converted") if row.trainable])
+
+    @property
+    def share(self) -> float:
+        """Which share of the bytes of all linear, expert and embedding weights is quantized by now.
+
+        Counted in original precision; 0 where there are none.
+        """
         return self._quantized_bytes() / max(self.plan.bytes_before, 1)
 
     @property
     def share_of_parameters(self) -> float:
-        """Which share of the bytes of all parameters is quantized by now (in original precision)."""
+        """The same of all parameters of the model."""
         return self._quantized_bytes() / max(self.plan.parameter_bytes, 1)
 
     def check(self) -> "Report":
@@ -115,7 +128,7 @@ class Report:
         """
         found = list(self.plan.problems)
         if self.pending:
-            found.append(f"without data yet: {', '.join(row.path for row in self.pending[:5])}")
+            found.append(f"without data yet: {', '.join(self.pending[:5])}")
         if found:
             raise PlanError("; ".join(found))
         return self
@@ -126,9 +139,9 @@ class Report:
         rows = [row | {"status": self._statuses[row["path"]]} for row in plan.pop("rows")]
         return plan | {
             "rows": rows,
-            "share_of_candidates": self.share_of_candidates,
+            "share": self.share,
             "share_of_parameters": self.share_of_parameters,
-            "frozen": [row.path for row in self.frozen],
+            "frozen": list(self.frozen),
             "refusals": [dataclasses.asdict(refusal) for refusal in self.refusals],
             "notes": list(self.notes),
         }
@@ -138,22 +151,29 @@ class Report:
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
-        """A table of all rows with their status, then what was refused and noted."""
-        from olq_fx.tables import plan_table
-
-        return "\n".join([plan_table(self.plan, self._statuses), *self._lines()])
+        """A table of all weights with their status, the totals, then what was refused and noted."""
+        counts = Counter(self._statuses.values())
+        done = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+        lines = [
+            table_of(COLUMNS, [row.cells(self._statuses[row.path]) for row in self.plan.rows]),
+            f"{done or 'no weights'}; quantized by now: {self.share:.1%} of the bytes of these weights, "
+            f"{self.share_of_parameters:.1%} of all parameters",
+        ]
+        return "\n".join([*lines, *self.plan.summary(), *self._lines()])
 
     def _lines(self) -> list[str]:
         lines = []
         if self.frozen:
-            lines.append(f"frozen, were trainable: {len(self.frozen)} weights ({self.frozen[0].path}, ...)")
+            some = ", ".join(self.frozen[:3]) + (", ..." if self.frozen[3:] else "")
+            lines.append(f"frozen, were trainable: {len(self.frozen)} weights ({some})")
         if self.already and not self.converted and not self.pending:
             lines.append("nothing to do: the requested layers were quantized before")
         lines += [f"refused: {r.what} at {r.where}: {r.reason}" for r in self.refusals]
         return lines + [f"note: {note}" for note in self.notes]
 
-    def _with(self, status: Status) -> tuple[PlanRow, ...]:
-        return tuple(row for row in self.plan.rows if self._statuses[row.path] == status)
-
     def _quantized_bytes(self) -> int:
-        return sum(row.bytes_before for row in (*self.converted, *self.already))
+        return sum(row.bytes_before for row in (*self.rows("converted"), *self.rows("already")))
+
+
+def _paths(rows: Iterable[PlanRow]) -> tuple[str, ...]:
+    return tuple(row.path for row in rows)

@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
-from olq_fx.candidates import Candidate
+import torch
+
+from olq_fx.candidates import DTYPES, Candidate
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.configuration_values import Target
-from olq_fx.errors import OlqFxWarning, PlanError
+from olq_fx.errors import ConversionError, OlqFxWarning, PlanError
 from olq_fx.patterns import PathIndex, Pattern, compile_pattern
 from olq_fx.schemes import Slot
 
@@ -69,6 +71,7 @@ def select(
         PlanError: a layer is claimed twice, a container is named, a layer that cannot be quantized is asked for by its
             name, other formats are asked for a converted layer, nothing at all would be quantized; with `strict`, also
             a pattern or request without effect.
+        ConversionError: a weight to be quantized has a dtype that cannot be.
     """
     matcher = _Matcher(candidates, all_paths)
     ignored = matcher.match("ignore", config.ignore)
@@ -76,7 +79,7 @@ def select(
     targeted = matcher.match("targets", [pattern for pattern, _ in config.targets])
     judge = _Judge(config, ignored, included, targeted)
     verdicts = tuple(judge.verdict(number, candidate) for number, candidate in enumerate(candidates))
-    judge.refuse_other_formats()
+    judge.refuse_impossible()
     problems = [*matcher.unmatched, *judge.without_effect(candidates, verdicts)]
     if problems and strict:
         raise PlanError(_listed(problems))
@@ -169,6 +172,7 @@ class _Judge:
         self._targets = dict(config.targets)
         self._ignored, self._included, self._targeted = ignored, included, targeted
         self._other_formats: list[str] = []
+        self._unsupported: list[str] = []
 
     def verdict(self, number: int, candidate: Candidate) -> Verdict:
         """What becomes of a candidate."""
@@ -180,6 +184,8 @@ class _Judge:
         if candidate.obstacle:
             self._refuse_if_named(number, candidate)
             return Verdict("leave", None, candidate.obstacle, asked=True)
+        if candidate.dtype not in DTYPES:
+            self._unsupported.append(f"{candidate.path} ({_name(candidate.dtype)})")
         return Verdict("quantize", slot, "", asked=True)
 
     def _request(self, number: int, candidate: Candidate) -> tuple[Slot | None, str]:
@@ -241,8 +247,13 @@ class _Judge:
             self._other_formats.append(f"{candidate.path} has {has}, asked for is {_described(slot, rules)}")
         return Verdict("already", candidate.current, "converted before, with these formats", asked=True)
 
-    def refuse_other_formats(self) -> None:
-        """Raise for the converted layers for which the configuration asks other formats."""
+    def refuse_impossible(self) -> None:
+        """Raise for what is asked for and cannot be: weights of other dtypes, other formats of converted layers."""
+        if self._unsupported:
+            raise ConversionError(
+                f"weights of these dtypes cannot be quantized: {_listed(self._unsupported)}; valid: "
+                f"{', '.join(sorted(map(_name, DTYPES)))}; put the layers into 'ignore' to leave them as they are"
+            )
         if self._other_formats:
             raise PlanError(
                 "layers are already quantized with other formats; call olq_fx.dequantize_(model) first, or leave them "
@@ -299,6 +310,10 @@ def _described(slot: Slot | None, rules: tuple[str, str] | None) -> str:
     if slot is None:
         return "nothing"
     return f"{slot.weight} / {slot.activation}" + (f" (scales {rules[0]} / {rules[1]})" if rules else "")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _texts(patterns: Sequence[Pattern]) -> str:
