@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from olq_fx.errors import ConfigurationTypeError
 from olq_fx.module_uses import CandidateKind, Use, output_embeddings, places, uses_of
 from olq_fx.schemes import Slot
 
@@ -88,7 +89,12 @@ def candidates_of(model: nn.Module) -> tuple[Candidate, ...]:
 
     Parameters that are one storage (tied, or registered under several modules) are one candidate with several names.
     Nothing is read but shapes and types: weights on meta and fake tensors are as good as others.
+
+    Raises:
+        ConfigurationTypeError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     outputs = output_embeddings(model)
     groups: dict[object, list[Use]] = {}
     storages: list[object] = []  # kept alive: their identities are keys
@@ -194,7 +200,7 @@ def _left_alone(uses: list[Use], products: list[Use]) -> str:
     """The reason by which a weight is left alone by default; a tie to an embedding is one."""
     embedding = next((use for use in uses if use.kind == "embedding"), None)
     if embedding is not None and products:
-        return f"output embedding, tied to {embedding.path}"
+        return f"output embedding ({products[0].path}), tied to the embedding {embedding.path}"
     return next((use.left_alone for use in uses if use.left_alone), "")
 
 

@@ -10,7 +10,7 @@ API:
     .weight_rule(format_name), .activation_rule(format_name)    the scale rule under the options
 
 Fields hold what was resolved: `quantization` is the canonical name of a scheme or None, `linear` and `moe` are the
-slots in force (the scheme's own, unless replaced), `targets` a tuple of (pattern, Target), sorted.
+slots in force (the scheme's own, unless replaced), `targets` a tuple of (pattern, Slot), sorted.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from olq_fx.configuration_values import (
     NONE,
     ScaleRules,
     SlotLike,
-    Target,
     check_only_targets,
     parse_flag,
     parse_patterns,
@@ -33,7 +32,7 @@ from olq_fx.configuration_values import (
     parse_targets,
     slot_to_dict,
 )
-from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest
+from olq_fx.errors import ConfigurationError, nearest, shown
 from olq_fx.formats import get_format
 from olq_fx.schemes import Slot, canonical
 
@@ -58,7 +57,7 @@ class QuantizationConfig:
         linear: weight and activation format of dense layers; None leaves them alone.
         moe: the same of expert layers.
         ignore: patterns of layers to leave alone.
-        targets: (pattern, Target) pairs, sorted by pattern; with targets there are no `linear` and `moe`.
+        targets: (pattern, Slot) pairs, sorted by pattern; with targets there are no `linear` and `moe`.
         include: names or patterns of layers to quantize although they are left alone by default.
         per_token_activation: beside `fp8_per_tensor_static`, activations have a scale a token, not one a tensor.
         mxfp4_scale: the scale rules of `mxfp4` and `mxfp4_dualscale`.
@@ -71,7 +70,7 @@ class QuantizationConfig:
     linear: Slot | None
     moe: Slot | None
     ignore: tuple[str, ...]
-    targets: tuple[tuple[str, Target], ...]
+    targets: tuple[tuple[str, Slot], ...]
     include: tuple[str, ...]
     per_token_activation: bool
     mxfp4_scale: ScaleRules
@@ -86,7 +85,7 @@ class QuantizationConfig:
         linear: SlotLike = INHERIT,
         moe: SlotLike = INHERIT,
         ignore: str | Sequence[str] | None = None,
-        targets: "Mapping[str, SlotLike] | Sequence[tuple[str, Target]] | None" = None,
+        targets: "Mapping[str, SlotLike] | Sequence[tuple[str, Slot]] | None" = None,
         include: str | Sequence[str] | None = None,
         per_token_activation: bool = True,
         mxfp4_scale: "ScaleRules | str | Mapping[str, str]" = ScaleRules(),  # noqa: B008 (immutable)
@@ -121,7 +120,7 @@ class QuantizationConfig:
         for field, value in values.items():
             object.__setattr__(self, field, value)
         if self.nothing and isinstance(quantization, str) and canonical(quantization) != NONE:
-            raise ConfigurationError(f"quantization {quantization!r}: {_NOTHING_LEFT}")
+            raise ConfigurationError(f"quantization {shown(quantization)}: {_NOTHING_LEFT}")
 
     @classmethod
     def parse(cls, source: object = INHERIT, /, **keys: object) -> "QuantizationConfig":
@@ -151,7 +150,7 @@ class QuantizationConfig:
     def from_dict(cls, mapping: Mapping[str, object]) -> "QuantizationConfig":
         """The inverse of `to_dict`; any dictionary that `parse` takes."""
         if not isinstance(mapping, Mapping):
-            raise ConfigurationTypeError(f"from_dict takes a dictionary, not {type(mapping).__name__}")
+            raise sources.wrong_type("from_dict takes a dictionary", mapping)
         return cls.parse(mapping)
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +165,7 @@ class QuantizationConfig:
             if patterns:
                 found[key] = list(patterns)
         if self.targets:
-            found["targets"] = {pattern: slot_to_dict(target.linear) for pattern, target in self.targets}
+            found["targets"] = {pattern: slot_to_dict(slot) for pattern, slot in self.targets}
         for option in OPTIONS:
             value = getattr(self, option)
             if value != OPTIONS[option]:
@@ -245,7 +244,7 @@ def _known_keys(given: Mapping[str, object]) -> dict[str, Any]:
     for key in given:
         if key not in _KEYS:
             known = [*_KEYS, *sources.KEY_ALIASES, sources.NESTED]
-            raise ConfigurationError(f"unknown key {key!r} in the configuration; {nearest(key, known)}")
+            raise ConfigurationError(f"unknown key {shown(key)} in the configuration; {nearest(key, known)}")
     for key, harmless in LATER.items():
         if key in values:
             _refuse_later(key, values.pop(key), harmless)
@@ -259,16 +258,16 @@ def _refuse_later(key: str, value: object, harmless: Sequence[object]) -> None:
     if any(value == one and type(value) is type(one) for one in harmless):
         return
     only = f" (only {harmless[0]!r} is)" if harmless else ""
-    raise ConfigurationError(f"the key {key!r} is not available in this version of olq_fx{only}; got {value!r}")
+    raise ConfigurationError(f"the key {key!r} is not available in this version of olq_fx{only}; got {shown(value)}")
 
 
 def _only_dynamic(value: object) -> None:
     if not isinstance(value, str):
-        raise ConfigurationTypeError(f"'activation_scheme' is a string, not {type(value).__name__}: {value!r}")
+        raise sources.wrong_type("activation_scheme is a string", value)
     if canonical(value) == "static":
         raise ConfigurationError(
             "activation_scheme 'static': there is no calibration here, activations are quantized dynamically; "
             "for static scales load a checkpoint that is already quantized"
         )
     if canonical(value) != "dynamic":
-        raise ConfigurationError(f"unknown activation_scheme {value!r}; valid: dynamic")
+        raise ConfigurationError(f"unknown activation_scheme {shown(value)}; valid: dynamic")

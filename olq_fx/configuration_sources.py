@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from olq_fx.errors import ConfigurationError, ConfigurationTypeError
+from olq_fx.errors import ConfigurationError, ConfigurationTypeError, shown
 from olq_fx.schemes import Slot, canonical
 
 KEY_ALIASES = {
@@ -45,10 +45,16 @@ def read(source: object) -> dict[str, object]:
         return _read_text(source)
     if isinstance(source, Mapping):
         return _flatten(source)
-    raise ConfigurationTypeError(
+    raise wrong_type(
         "a configuration is a scheme name, a dictionary, a JSON text, the path of a JSON or YAML file, "
-        f"a QuantizationConfig or None, not {type(source).__name__}"
+        "a QuantizationConfig or None",
+        source,
     )
+
+
+def wrong_type(rule: str, value: object) -> ConfigurationTypeError:
+    """The error that says a rule on types, and that `value` does not follow it."""
+    return ConfigurationTypeError(f"{rule}, not {type(value).__name__}: {shown(value)}")
 
 
 def merge(first: Mapping[str, object], second: Mapping[str, object], where: str) -> dict[str, object]:
@@ -65,16 +71,16 @@ def merge(first: Mapping[str, object], second: Mapping[str, object], where: str)
             merged[key] = value
         elif key == "quantization" and value is None:
             continue
-        elif _comparable(key, merged[key]) != _comparable(key, value):
+        elif not _same(key, merged[key], value):
             raise ConfigurationError(
-                f"{key!r} is given twice with different values {where}: {merged[key]!r} and {value!r}"
+                f"{key!r} is given twice with different values {where}: {shown(merged[key])} and {shown(value)}"
             )
     return merged
 
 
 def _read_text(text: str) -> dict[str, object]:
     """The keys of a string: JSON, else the path of a file, else a scheme name."""
-    if text.lstrip()[:1] in ("{", "["):
+    if text.lstrip()[:1] in ("{", "[", '"') or text.strip() == "null":
         return _read_content(_parse_json(text, "the JSON text"))
     if text.strip().lower().endswith(_SUFFIXES):
         return _read_content(_parse_file(Path(text.strip())))
@@ -94,9 +100,9 @@ def _flatten(mapping: Mapping[object, object]) -> dict[str, object]:
     nested = keys.pop(NESTED)
     if nested is None:
         return keys
-    inner = read(nested)
-    if NESTED in inner:
+    if isinstance(nested, Mapping) and NESTED in nested:
         raise ConfigurationError(f"{NESTED!r} lies within {NESTED!r}; write its keys in one of the two")
+    inner = read(nested)
     return merge(keys, inner, f"(beside {NESTED!r} and within it)")
 
 
@@ -105,11 +111,19 @@ def _canonical_keys(mapping: Mapping[object, object]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in mapping.items():
         if not isinstance(key, str):
-            raise ConfigurationTypeError(f"the keys of a configuration are strings, not {type(key).__name__}: {key!r}")
+            raise wrong_type("the keys of a configuration are strings", key)
         name = KEY_ALIASES.get(key, key)
         spelled = sorted(other for other in mapping if isinstance(other, str) and KEY_ALIASES.get(other, other) == name)
         found = merge(found, {name: value}, f"(as {' and '.join(map(repr, spelled))})")
     return found
+
+
+def _same(key: str, first: object, second: object) -> bool:
+    """Whether two values of a key mean the same; values too deep to compare do not."""
+    try:
+        return _comparable(key, first) == _comparable(key, second)
+    except RecursionError:
+        return False
 
 
 def _comparable(key: str, value: object) -> object:
@@ -128,7 +142,7 @@ def _comparable(key: str, value: object) -> object:
 def _parse_file(path: Path) -> object:
     """What a JSON or YAML file contains."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or bytes that are not UTF-8
         raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error}") from None
     if path.suffix.lower() == ".json":
@@ -154,7 +168,8 @@ def _parse_yaml(text: str, what: str) -> object:
         """Rejects repeated keys, which SafeLoader drops in silence."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            keys = [self.construct_object(key, deep=True) for key in own]
             _unique([(key, None) for key in keys], what)
             return super().construct_mapping(node, deep)
 
@@ -172,6 +187,6 @@ def _unique(pairs: Iterable[tuple[object, object]], what: str) -> dict[object, o
     found: dict[object, object] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigurationError(f"the key {key!r} stands twice in {what}")
+            raise ConfigurationError(f"the key {shown(key)} stands twice in {what}")
         found[key] = value
     return found

@@ -5,10 +5,11 @@ One function a key. Names are compared in their canonical spelling; a value of a
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest
+from olq_fx.configuration_sources import wrong_type
+from olq_fx.errors import ConfigurationError, nearest, shown
 from olq_fx.formats import FORMATS, Format
 from olq_fx.patterns import compile_pattern
 from olq_fx.schemes import ALIASES, ONLINE, SCHEMES, Slot, canonical, get_scheme
@@ -31,14 +32,6 @@ INHERIT: Any = _Inherit()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Target:
-    """What a target pattern asks for: the slots of the two kinds of layers."""
-
-    linear: Slot
-    moe: Slot
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ScaleRules:
     """The mxfp4 scale rule of weights and of activations: `floor`, `even`, `ceil` or `mse`."""
 
@@ -51,12 +44,12 @@ def parse_scheme(value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise ConfigurationTypeError(f"'quantization' is a scheme name or None, not {type(value).__name__}: {value!r}")
+        raise wrong_type("quantization is a scheme name or None", value)
     name = canonical(value)
     if name in (NONE, ONLINE):
         return None
     if name not in SCHEMES:
-        raise ConfigurationError(f"unknown scheme {value!r}; {nearest(name, [*SCHEMES, *ALIASES, ONLINE, NONE])}")
+        raise ConfigurationError(f"unknown scheme {shown(value)}; {nearest(name, [*SCHEMES, *ALIASES, ONLINE, NONE])}")
     return name
 
 
@@ -77,53 +70,53 @@ def _default_activation(weight: Format, per_token: bool) -> str | None:
 
 
 def parse_slot(kind: str, value: object, scheme: str | None, per_token: bool) -> Slot | None:
-    """The slot in force for `kind`, of what the configuration gives under that key and of the scheme."""
+    """The slot in force for `linear` or `moe`, of what the configuration gives under that key and of the scheme."""
     base = None if scheme is None else _scheme_slot(scheme, kind, per_token)
-    if value is INHERIT:
-        return base
+    return base if value is INHERIT else _slot(kind, kind, value, base, per_token)
+
+
+def _slot(where: str, kind: str, value: object, base: Slot | None, per_token: bool) -> Slot | None:
+    """The slot that a value says: None, a name, or `{weight, activation}` over the slot `base` of the scheme."""
     if value is None or (isinstance(value, str) and canonical(value) == NONE):
         return None
     if isinstance(value, Slot):
         value = slot_to_dict(value)
     if isinstance(value, str):
-        return _named_slot(kind, value, per_token)
+        return _named_slot(where, kind, value, per_token)
     if isinstance(value, Mapping):
-        return _slot_of_sides(kind, value, base, per_token)
-    raise ConfigurationTypeError(
-        f"{kind!r} is a scheme name, a weight format or {{weight, activation}}, not {type(value).__name__}: {value!r}"
-    )
+        return _slot_of_sides(where, value, base, per_token)
+    raise wrong_type(f"{where} is a scheme name, a weight format or {{weight, activation}}", value)
 
 
-def _named_slot(where: str, value: str, per_token: bool) -> Slot:
+def _named_slot(where: str, kind: str, value: str, per_token: bool) -> Slot:
     """The slot of a bare string: of a scheme first, else of a weight format."""
     name = canonical(value)
     if name in SCHEMES:
-        return _scheme_slot(name, where, per_token)
+        return _scheme_slot(name, kind, per_token)
     if name == ONLINE:
-        raise ConfigurationError(f"{where!r}: 'online' is no scheme of its own; name a scheme or a weight format")
+        raise ConfigurationError(f"{where}: 'online' is no scheme of its own; name a scheme or a weight format")
     if name in FORMATS:
         weight = _weight_format(where, value)
         return Slot(weight.name, _default_activation(weight, per_token))
     valid = [*SCHEMES, *ALIASES, *(f.name for f in FORMATS.values() if f.weight)]
-    raise ConfigurationError(f"{where!r}: unknown scheme or weight format {value!r}; {nearest(name, valid)}")
+    raise ConfigurationError(f"{where}: unknown scheme or weight format {shown(value)}; {nearest(name, valid)}")
 
 
 def _slot_of_sides(where: str, sides: Mapping[object, object], base: Slot | None, per_token: bool) -> Slot | None:
     """The slot of `{weight, activation}`, either of which may be absent."""
     for key in sides:
-        if key not in ("weight", "activation"):
-            raise ConfigurationError(f"{where!r}: unknown key {key!r}; {nearest(str(key), ['weight', 'activation'])}")
+        _check_side(where, key)
     if not sides:
-        raise ConfigurationError(f"{where!r} is empty; name its weight format, its activation format or both")
+        raise ConfigurationError(f"{where} is empty; name its weight format, its activation format or both")
     if "weight" not in sides and base is None:
-        raise ConfigurationError(f"{where!r} has no weight format, and there is no scheme to take one from")
+        raise ConfigurationError(f"{where} has no weight format, and there is no scheme to take one from")
     named = sides.get("weight", base and base.weight)
     activation = _side(where, "activation", sides.get("activation"))
     name = _side(where, "weight", named)
     if name is None:
         if activation is not None:
             raise ConfigurationError(
-                f"{where!r}: activation {activation!r} with weight None; "
+                f"{where}: activation {shown(activation)} with weight None; "
                 "activations are quantized only where the weight is, so name a weight format"
             )
         return None
@@ -133,11 +126,17 @@ def _slot_of_sides(where: str, sides: Mapping[object, object], base: Slot | None
     return Slot(weight.name, None if activation is None else _activation_format(where, activation).name)
 
 
+def _check_side(where: str, key: object) -> None:
+    sides = ("weight", "activation")
+    if key not in sides:
+        raise ConfigurationError(f"{where}: unknown key {shown(key)}; {nearest(str(key), sides)}")
+
+
 def _side(where: str, side: str, value: object) -> str | None:
     """The name on one side of a slot as it was written; None for null and `none`."""
     if value is None or isinstance(value, str):
         return None if value is None or canonical(value) == NONE else value
-    raise ConfigurationTypeError(f"{where!r}: {side} is a format name or None, not {type(value).__name__}: {value!r}")
+    raise wrong_type(f"{where}: {side} is a format name or None", value)
 
 
 def _weight_format(where: str, value: str) -> Format:
@@ -150,45 +149,37 @@ def _activation_format(where: str, value: str) -> Format:
 
 def _format(where: str, value: str, side: str, usable: Sequence[Format]) -> Format:
     """The format called `value` for one side of a slot."""
-    name = canonical(value) if value not in ALIASES else value
+    name = canonical(value)
     names = [format.name for format in usable]
     if name in names:
         return FORMATS[name]
+    valid = f"valid {side} formats: {', '.join(names)}"
     if name in FORMATS:
-        other = "activation" if side == "weight" else "weight"
-        raise ConfigurationError(f"{where!r}: {value!r} is {other} format only; {side}s: {', '.join(names)}")
-    if canonical(value) in SCHEMES:
-        raise ConfigurationError(
-            f"{where!r}: {value!r} is a scheme, not a {side} format; write it instead of the dictionary, or one of: "
-            + ", ".join(names)
-        )
-    raise ConfigurationError(f"{where!r}: unknown {side} format {value!r}; {nearest(name, names)}")
+        raise ConfigurationError(f"{where}: {shown(value)} is no format of {side}s; {valid}")
+    if name in SCHEMES:
+        raise ConfigurationError(f"{where}: {shown(value)} is a scheme, which stands for both formats at once; {valid}")
+    raise ConfigurationError(f"{where}: unknown {side} format {shown(value)}; {nearest(name, names)}")
 
 
-def parse_targets(value: object, per_token: bool) -> tuple[tuple[str, Target], ...]:
-    """The patterns of `targets` and what each asks for, sorted by pattern."""
+def parse_targets(value: object, per_token: bool) -> tuple[tuple[str, Slot], ...]:
+    """The patterns of `targets` and the slot that each asks for, sorted by pattern."""
     if value is None:
         return ()
-    if isinstance(value, Mapping):
-        pairs: Iterable[Any] = value.items()
-    elif isinstance(value, (list, tuple)) and all(isinstance(p, tuple) and len(p) == 2 for p in value):
-        pairs = value
-    else:
-        raise ConfigurationTypeError(f"'targets' is a dictionary of patterns, not {type(value).__name__}: {value!r}")
-    return tuple(sorted((_pattern("targets", p), _target(p, v, per_token)) for p, v in pairs))
+    if isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in value):
+        value = dict(value)  # the form that the configuration itself has
+    if not isinstance(value, Mapping):
+        raise wrong_type("targets is a dictionary of patterns", value)
+    found = {_pattern("targets", pattern): _target(pattern, asked, per_token) for pattern, asked in value.items()}
+    return tuple(sorted(found.items(), key=lambda item: item[0]))
 
 
-def _target(pattern: str, value: object, per_token: bool) -> Target:
-    """What one target asks for; leaving a layer alone is what targets do not ask for."""
-    if isinstance(value, Target):
-        return value
-    where = f"targets[{pattern!r}]"
-    if isinstance(value, str) and canonical(value) in SCHEMES:
-        return Target(_scheme_slot(value, "linear", per_token), _scheme_slot(value, "moe", per_token))
-    slot = parse_slot(where, value, None, per_token)
+def _target(pattern: str, value: object, per_token: bool) -> Slot:
+    """The slot that one target asks for. It serves both kinds of layers: no scheme has two different ones."""
+    where = f"targets[{shown(pattern)}]"
+    slot = _slot(where, "linear", value, None, per_token)
     if slot is None:
         raise ConfigurationError(f"{where} names no format; a layer that no target matches is left alone already")
-    return Target(slot, slot)
+    return slot
 
 
 def check_only_targets(scheme: str | None, linear: object, moe: object) -> None:
@@ -198,7 +189,7 @@ def check_only_targets(scheme: str | None, linear: object, moe: object) -> None:
         given.insert(0, f"the scheme {scheme}")
     if given:
         raise ConfigurationError(
-            f"'targets' and {' and '.join(given)} exclude each other: a layer that no target matches is left alone; "
+            f"targets and {' and '.join(given)} exclude each other: a layer that no target matches is left alone; "
             "add a target for it, or drop 'targets' and use 'ignore'"
         )
 
@@ -209,23 +200,23 @@ def parse_patterns(key: str, value: object) -> tuple[str, ...]:
         return ()
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)):
-        raise ConfigurationTypeError(f"{key!r} is a pattern or a list of them, not {type(value).__name__}: {value!r}")
+        raise wrong_type(f"{key} is a pattern or a list of them", value)
     return tuple(dict.fromkeys(_pattern(key, one) for one in listed))
 
 
 def _pattern(key: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ConfigurationTypeError(f"a pattern in {key!r} is a string, not {type(value).__name__}: {value!r}")
+        raise wrong_type(f"a pattern in {key} is a string", value)
     try:
         return compile_pattern(value).text
     except ConfigurationError as error:
-        raise ConfigurationError(f"{key!r}: {error}") from None
+        raise ConfigurationError(f"{key}: {error}") from None
 
 
 def parse_flag(key: str, value: object) -> bool:
     """The value of an option that is on or off; 0 and 1 are numbers."""
     if not isinstance(value, bool):
-        raise ConfigurationTypeError(f"{key!r} is true or false, not {type(value).__name__}: {value!r}")
+        raise wrong_type(f"{key} is true or false", value)
     return value
 
 
@@ -236,19 +227,14 @@ def parse_scale_rules(value: object) -> ScaleRules:
     if isinstance(value, str):
         value = {"weight": value, "activation": value}
     if not isinstance(value, Mapping):
-        raise ConfigurationTypeError(
-            f"'mxfp4_scale' is a rule or {{weight, activation}}, not {type(value).__name__}: {value!r}"
-        )
+        raise wrong_type("mxfp4_scale is a rule or {weight, activation}", value)
     rules = FORMATS["mxfp4"].rules
     for side, rule in value.items():
-        if side not in ("weight", "activation"):
-            raise ConfigurationError(
-                f"'mxfp4_scale': unknown key {side!r}; {nearest(str(side), ['weight', 'activation'])}"
-            )
+        _check_side("mxfp4_scale", side)
         if not isinstance(rule, str):
-            raise ConfigurationTypeError(f"'mxfp4_scale': a rule is a string, not {type(rule).__name__}: {rule!r}")
+            raise wrong_type("mxfp4_scale: a rule is a string", rule)
         if canonical(rule) not in rules:
-            raise ConfigurationError(f"'mxfp4_scale': unknown rule {rule!r} of {side}s; {nearest(rule, rules)}")
+            raise ConfigurationError(f"mxfp4_scale: unknown rule {shown(rule)} of {side}s; {nearest(rule, rules)}")
     return ScaleRules(**{side: canonical(rule) for side, rule in value.items()})
 
 

@@ -1,10 +1,11 @@
 """Every error that olq_fx raises on purpose, one class a mistake.
 
-Each also derives from the built-in exception that a caller would expect (`ValueError`, `TypeError`, `RuntimeError`), so that
-code which knows nothing of olq_fx handles them too.
+Each also derives from the built-in exception that a caller would expect (`ValueError`, `TypeError`, `RuntimeError`),
+so that code which knows nothing of olq_fx handles them too.
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -21,7 +22,7 @@ class ConfigurationTypeError(OlqFxError, TypeError):
 
 
 class PlanError(OlqFxError, ValueError):
-    """Configuration and model do not fit: a pattern matches nothing, a layer is claimed twice, a run quantizes nothing."""
+    """Configuration and model do not fit: a pattern matches nothing, a layer is claimed twice, nothing is quantized."""
 
 
 class ConversionError(OlqFxError, ValueError):
@@ -46,6 +47,23 @@ class UnsupportedError(OlqFxError, NotImplementedError):
 
 class OlqFxWarning(UserWarning):
     """A questionable but harmless request, such as an unmatched pattern with `strict=False`."""
+
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 120
+_SHOWN.maxlevel = 4
+
+
+def shown(value: object) -> str:
+    """What a user gave, for an error message: its `repr`, cut where it is long, deep or contains itself.
+
+    >>> shown([1, "a"]), len(shown("x" * 10**6)) < 200
+    ("[1, 'a']", True)
+    """
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        return f"<{type(value).__name__}>"
 
 
 def nearest(name: str, valid: Iterable[str], count: int = 3) -> str:

@@ -13,6 +13,9 @@ from collections.abc import Container
 
 from torch import nn
 
+COMPILED = "_orig_mod"
+"""The name that `torch.compile(module)` gives to the module within; no part of the paths that people write."""
+
 _OUTPUT_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 _ROUTER_CLASS = re.compile(r"(Router|RouterMLP|TopKGat(e|ing)|TopkGat(e|ing))$")
 _GATE_CLASS = re.compile(r"Gat(e|ing)$")
@@ -85,7 +88,7 @@ def holds_experts(place: Place) -> bool:
 
 
 def _output_reason(place: Place, outputs: Container[int]) -> str:
-    name = place.chain[-1][0] if place.chain else ""
+    name = next((name for name, _ in reversed(place.chain) if name != COMPILED), "")
     if name in _OUTPUT_NAMES or id(place.module) in outputs:
         return "output embedding"
     return ""

@@ -16,8 +16,8 @@ import torch
 
 from olq_fx.candidates import DTYPES, Candidate
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.configuration_values import Target
 from olq_fx.errors import ConversionError, OlqFxWarning, PlanError
+from olq_fx.left_alone import COMPILED
 from olq_fx.patterns import PathIndex, Pattern, compile_pattern
 from olq_fx.schemes import Slot
 
@@ -115,7 +115,7 @@ class _Matcher:
         self._all_paths = frozenset(all_paths)
         self._numbers: dict[str, list[int]] = {}
         for number, candidate in enumerate(candidates):
-            for path in (*candidate.names, *candidate.module_names):
+            for path in _spoken(candidate):
                 self._numbers.setdefault(path, []).append(number)
         self._index = PathIndex(self._numbers)
         self.unmatched: list[str] = []
@@ -140,7 +140,7 @@ class _Matcher:
         return [
             number
             for number, candidate in enumerate(self._candidates)
-            if candidate.left_alone and any(path.rpartition(".")[2] == name for path in candidate.module_names)
+            if candidate.left_alone and any(path.rpartition(".")[2] == name for path in _spoken(candidate))
         ]
 
     def _refuse_container(self, key: str, path: str, numbers: Collection[int]) -> None:
@@ -198,7 +198,7 @@ class _Judge:
         if ignored:
             return None, f"ignored by {ignored[0].text!r}"
         if targets:
-            return self._slot(self._targets[targets[0].text], candidate), ""
+            return _of_kind(candidate, self._targets[targets[0].text]), ""
         if protected:
             skipped = [repr(p.text) for p in self._targeted.of(number)]
             return None, protected + (f"; only its exact path opts it in, not {', '.join(skipped)}" if skipped else "")
@@ -209,13 +209,7 @@ class _Judge:
         slot = self._config.slot(candidate.kind)
         if slot is None:
             return None, f"no formats are given for {candidate.kind} layers"
-        return (Slot(slot.weight, None) if candidate.kind == "embedding" else slot), ""
-
-    def _slot(self, target: Target, candidate: Candidate) -> Slot:
-        """What a target asks of a candidate; an embedding's lookup has no activations."""
-        if candidate.kind == "embedding":
-            return Slot(target.linear.weight, None)
-        return target.moe if candidate.kind == "moe" else target.linear
+        return _of_kind(candidate, slot), ""
 
     def _refuse_contradiction(self, number: int, candidate: Candidate, targets: Sequence[Pattern]) -> None:
         ignored = self._ignored.of(number)
@@ -224,7 +218,7 @@ class _Judge:
                 f"{candidate.path} matches both ignore {_texts(ignored)} and targets {_texts(targets)}; "
                 "a layer is named by one of the two"
             )
-        if len({self._slot(self._targets[p.text], candidate) for p in targets}) > 1:
+        if len({self._targets[p.text] for p in targets}) > 1:
             raise PlanError(f"{candidate.path} matches targets with different values: {_texts(targets)}")
 
     def _refuse_if_named(self, number: int, candidate: Candidate) -> None:
@@ -282,6 +276,15 @@ class _Judge:
         return found
 
 
+def _spoken(candidate: Candidate) -> list[str]:
+    """The paths by which a pattern may name a candidate: with and without the mark of `torch.compile`."""
+    found: dict[str, None] = {}
+    for path in (*candidate.names, *candidate.module_names):
+        found[path] = None
+        found[".".join(part for part in path.split(".") if part != COMPILED)] = None
+    return [path for path in found if path]
+
+
 def _refuse_nothing(config: QuantizationConfig, candidates: Sequence[Candidate], verdicts: Sequence[Verdict]) -> None:
     """A run that quantizes nothing is an error, unless nothing is asked for or everything is done already."""
     if config.nothing or any(_served(verdict) for verdict in verdicts):
@@ -294,6 +297,11 @@ def _refuse_nothing(config: QuantizationConfig, candidates: Sequence[Candidate],
     reasons = sorted(counts.items(), key=lambda item: -len(item[1]))
     described = [f"{paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: {why}" for why, paths in reasons]
     raise PlanError(f"nothing would be quantized; {_listed(described)}")
+
+
+def _of_kind(candidate: Candidate, slot: Slot) -> Slot:
+    """What a slot means for a candidate: the lookup of an embedding has no activations."""
+    return Slot(slot.weight, None) if candidate.kind == "embedding" else slot
 
 
 def _served(verdict: Verdict) -> bool:
