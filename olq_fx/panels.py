@@ -25,7 +25,8 @@ def empty_parts(format: Format, rows: int, k: int, device: torch.device) -> Part
 
 def convert(source: Tensor, format: Format, rule: str, device: torch.device) -> Parts:
     """The parts of `source` (N, K), any floating dtype and strides, on `device`."""
-    parts = empty_parts(format, *source.shape, device)
+    rows, k = source.shape
+    parts = empty_parts(format, rows, k, device)
     convert_into(parts, source, format, rule)
     return parts
 

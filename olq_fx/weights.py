@@ -11,9 +11,9 @@
 
 What works on one, in eager mode, under autocast, in inference mode, and traced by torch.compile or torch.export:
 
-- linear, mm, addmm, bmm, mv, matmul (either side), linear einsums, multi_head_attention_forward: quantized products with
-  the output dtype, the refusals and the gradients (of inputs and biases) that the unquantized ones have. A product along
-  the other axis is refused outside a backward pass.
+- linear, mm, addmm, bmm, mv, matmul (either side), linear einsums, multi_head_attention_forward: quantized products
+  with the output dtype, the refusals and the gradients (of inputs and biases) that the unquantized ones have. A product
+  along the other axis is refused outside a backward pass.
 - t, transpose, detach, alias, view (broadcasting only), expand; rows by slice, chunk, split, select.
 - clone, deepcopy, pickle, `.to`, `.half()`: codes and scales keep their dtype, only the nominal dtype changes.
 - `copy_` and `.data =` of original-precision values: converted into the same storage.
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from olq_fx import panels
 from olq_fx.weights_aten import FLOATING
-from olq_fx.weights_functions import fill
+from olq_fx.weights_functions import become, fill
 from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec
 
-__all__ = ["FLOATING", "Pending", "QuantizedWeight", "WeightSpec", "fill", "quantize_weight"]
+__all__ = ["FLOATING", "Pending", "QuantizedWeight", "WeightSpec", "become", "fill", "quantize_weight"]
 
 
 def quantize_weight(values: Tensor, spec: WeightSpec, device: torch.device | None = None) -> QuantizedWeight:

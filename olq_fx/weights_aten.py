@@ -5,18 +5,18 @@ leave the quantized product, and values cannot be written in place.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils import _python_dispatch
 
 from olq_fx import numerics, panels
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.kernels.reference import rows_of
 from olq_fx.weights_products import times_right
-from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec, implements, unsupported
+from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec, implements, root_of, unsupported
 
 aten = torch.ops.aten
 
@@ -24,15 +24,18 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that a weight may have nominally."""
 
 
-# Views. `return_and_correct_aliasing` tells autograd and the compiler that the result aliases its base.
+_aliasing: Callable[..., Any] = _python_dispatch.return_and_correct_aliasing
+
+
+# Views. `_aliasing` tells autograd and the compiler that the result aliases its base.
 
 
 @implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default, metadata_only=True)
 def _alias(func: Any, weight: QuantizedWeight) -> Any:
     result = weight.like()
     if weight.pending is not None:
-        result.root = weight.root or weight
-    return return_and_correct_aliasing(func, (weight,), {}, result)
+        result.root = root_of(weight)
+    return _aliasing(func, (weight,), {}, result)
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, metadata_only=True)
@@ -58,12 +61,12 @@ def _expand(func: Any, weight: QuantizedWeight, size: Sequence[int], *, implicit
     if weight.dim() < 2 or tuple(shape) != tuple(weight.shape[-2:]):
         raise unsupported(func, (weight,), {})
     result = weight.like(size=[*size[:-2], *shape], stride=[*[0] * (len(size) - 2), *weight.stride()[-2:]])
-    return return_and_correct_aliasing(func, (weight, size), {}, result)
+    return _aliasing(func, (weight, size), {}, result)
 
 
 @implements(aten.t.default, metadata_only=True)
 def _t(func: Any, weight: QuantizedWeight) -> Any:
-    return return_and_correct_aliasing(func, (weight,), {}, transposed(weight))
+    return _aliasing(func, (weight,), {}, transposed(weight))
 
 
 @implements(aten.transpose.int, metadata_only=True)
@@ -74,7 +77,7 @@ def _transpose(func: Any, weight: QuantizedWeight, dim0: int, dim1: int) -> Any:
         return _alias(aten.alias.default, weight)
     if axes != last:
         raise unsupported(func, (weight,), {})
-    return return_and_correct_aliasing(func, (weight, dim0, dim1), {}, transposed(weight))
+    return _aliasing(func, (weight, dim0, dim1), {}, transposed(weight))
 
 
 @implements(aten.permute.default, metadata_only=True)
@@ -84,7 +87,7 @@ def _permute(func: Any, weight: QuantizedWeight, dims: Sequence[int]) -> Any:
         return _alias(aten.alias.default, weight)
     if order != [1, 0]:
         raise unsupported(func, (weight,), {})
-    return return_and_correct_aliasing(func, (weight, dims), {}, transposed(weight))
+    return _aliasing(func, (weight, dims), {}, transposed(weight))
 
 
 def transposed(weight: QuantizedWeight) -> QuantizedWeight:
@@ -105,7 +108,7 @@ def _slice(
         return _alias(aten.alias.default, weight)
     if step != 1 or not _is_row_axis(weight, dim):
         raise unsupported(func, (weight,), {})
-    return return_and_correct_aliasing(func, (weight, dim, start, end, step), {}, rows(weight, begin, stop))
+    return _aliasing(func, (weight, dim, start, end, step), {}, rows(weight, begin, stop))
 
 
 @implements(aten.split.Tensor, metadata_only=True)
@@ -134,7 +137,7 @@ def _select(func: Any, weight: QuantizedWeight, dim: int, index: int) -> Any:
     row = rows(weight, index % length, index % length + 1)
     spec = dataclasses.replace(row.spec, transposed=False)
     result = row.like(spec=spec, size=[k], stride=[weight.stride()[1 - dim % 2]])
-    return return_and_correct_aliasing(func, (weight, dim, index), {}, result)
+    return _aliasing(func, (weight, dim, index), {}, result)
 
 
 def rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:

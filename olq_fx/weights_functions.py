@@ -7,17 +7,16 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from olq_fx import panels
 from olq_fx.errors import PendingWeightError, UnsupportedError
-from olq_fx.weights_tensor import FUNCTIONS, OWN_ATTRIBUTES, QuantizedWeight, overrides
+from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, overrides, root_of
 
 
 @overrides(functional.linear)
@@ -53,12 +52,12 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 def _flattened(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function of (M, K) to (..., K)."""
-    y = product(x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2))
+    y: Tensor = product(x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2))
     return y.squeeze(0) if x.dim() == 1 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 @overrides(torch.functional.einsum)
-def _einsum(func: Any, equation: str, *operands: Any) -> Tensor:
+def _einsum(func: Any, equation: str, *operands: Any) -> Any:
     """An einsum that is a linear layer of one input, as one."""
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
     found = [i for i, tensor in enumerate(tensors) if isinstance(tensor, QuantizedWeight)]
@@ -135,16 +134,21 @@ def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     return result
 
 
-def fill(weight: QuantizedWeight, source: Tensor) -> None:
+def fill(weight: QuantizedWeight, source: Tensor, dtype: torch.dtype | None = None) -> None:
     """Convert `source` into a pending weight, which from then on has data.
 
     The tensor object stays the same, so every module that holds it sees the data.
+
+    Args:
+        weight: a pending weight, or an alias of one (`parameter.data`).
+        source: the whole matrix; what is on meta changes nothing.
+        dtype: nominal dtype from then on; by default unchanged.
 
     Raises:
         ConversionError: see `olq_fx.panels.check_values`.
         UnsupportedError: `source` is not the whole matrix.
     """
-    pending, root = weight.pending, weight.root or weight
+    pending, root = weight.pending, root_of(weight)
     assert pending is not None
     if source.is_meta:
         return
@@ -153,18 +157,23 @@ def fill(weight: QuantizedWeight, source: Tensor) -> None:
         return
     if weight.spec.rows_of_larger or source.shape != root.shape:
         raise UnsupportedError(
-            f"'{pending.path}' has no data yet and takes the whole {tuple(root.shape)} at once, not {tuple(source.shape)}"
+            f"'{pending.path}' has no data yet and takes all of {tuple(root.shape)} at once, not {tuple(source.shape)}"
         )
     device = source.device if root.device.type == "meta" else root.device
     if isinstance(source, QuantizedWeight):
-        target = root.like(parts=[torch.empty_like(part, device=device) for part in source.parts], pending=None)
+        target = root.like(
+            parts=[torch.empty_like(part, device=device) for part in source.parts], dtype=dtype, pending=None
+        )
         target.copy_(source)
     else:
         panels.check_values(source, f"'{pending.path}'")
         spec, values = root.spec, source.detach()
         parts = panels.convert(values.t() if spec.transposed else values, spec.format, spec.weight_rule, device)
-        target = root.like(parts=parts, pending=None)
+        target = root.like(parts=parts, dtype=dtype, pending=None)
     become(root, target)
+
+
+_swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
 
 def become(weight: QuantizedWeight, other: QuantizedWeight) -> None:
@@ -177,7 +186,7 @@ def become(weight: QuantizedWeight, other: QuantizedWeight) -> None:
     other.requires_grad_(weight.requires_grad)
     other.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in OWN_ATTRIBUTES})
     try:
-        torch.utils.swap_tensors(weight, other)
+        _swap(weight, other)
     except RuntimeError as error:
         raise PendingWeightError(f"{weight.label} cannot be given data while it is in use: {error}") from error
 
@@ -195,25 +204,14 @@ def _set_data(func: Any, weight: Tensor, value: Tensor) -> None:
         with torch.no_grad():
             _copy_(Tensor.copy_, weight, value)
     else:
+        assert isinstance(value, QuantizedWeight)
         raise UnsupportedError(
-            f"a plain tensor cannot take the storage of {value.label}; assign weight.dequantize() or the parameter itself"
+            f"a plain tensor cannot take the storage of {value.label}; assign weight.dequantize() or the parameter"
         )
 
 
 @overrides(functional.multi_head_attention_forward)
-def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
-    with _Inside():
-        return func(*args, **kwargs)
-
-
-class _Inside(TorchFunctionMode):
-    """Catches the functions of this file inside a function of torch, where subclasses are not asked any more."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Hand converted weights to their handlers."""
-        handler = FUNCTIONS.get(func)
-        if handler is not None and any(isinstance(a, QuantizedWeight) for a in args):
-            return handler(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Attention multiplies inside torch, where nothing here is asked: contiguous inputs are flattened there too."""
+    packed = {id(x): x.contiguous() for x in (query, key, value)}
+    return func(packed[id(query)], packed[id(key)], packed[id(value)], *args, **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.formats import FORMATS, Format
-from olq_fx.kernels import ops as _  # registers torch.ops.olq_fx
+from olq_fx.kernels import ops  # noqa: F401 (registers torch.ops.olq_fx)
 from olq_fx.numerics import Parts
 
 
@@ -147,7 +147,7 @@ class QuantizedWeight(torch.Tensor):
             pending: set if the parts have no data.
         """
         device = parts[0].device if pending is None else pending.device
-        self: QuantizedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: QuantizedWeight = torch.Tensor._make_wrapper_subclass(
             cls, tuple(size), strides=None if stride is None else tuple(stride), dtype=dtype, device=device
         )
         self.codes, self.scale = parts[0], parts[1]
@@ -216,7 +216,7 @@ class QuantizedWeight(torch.Tensor):
             )
         return self
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of this shape.
 
         Args:
@@ -253,7 +253,7 @@ class QuantizedWeight(torch.Tensor):
         parts = [(tuple(part.shape), str(part.dtype), str(part.device)) for part in self.parts]
         return repr((self.__tensor_flatten__()[1], tuple(self.shape), self.stride(), self.requires_grad, parts))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it is, without reading data."""
         about = f"{self.spec.weight}, activation {self.spec.activation or 'original'}, shape {tuple(self.shape)}"
         state = ", pending" if self.pending is not None else ""
@@ -291,7 +291,7 @@ class QuantizedWeight(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look the operator up; one without an entry is taken apart if it is composite, or refused by name."""
@@ -307,6 +307,11 @@ class QuantizedWeight(torch.Tensor):
                 if isinstance(argument, QuantizedWeight):
                     argument.ready()
         return handler(func, *args, **kwargs)
+
+
+def root_of(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight that data must reach when they are copied into `weight`: of `parameter.data`, the parameter."""
+    return weight if isinstance(weight, torch.nn.Parameter) or weight.root is None else weight.root
 
 
 def unsupported(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> UnsupportedError:

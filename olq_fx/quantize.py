@@ -1,0 +1,85 @@
+"""`quantize_`: convert the weights of a model in place, and `dequantize_`, which undoes it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from olq_fx import conversion
+from olq_fx.candidates import Candidate, candidates_of, combine
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.conversion import dequantize_ as _dequantize
+from olq_fx.plan import plan_for
+from olq_fx.report import Report
+
+
+def quantize_(
+    model: nn.Module,
+    config: object = None,
+    device: torch.device | str | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    strict: bool = True,
+    progress: bool = False,
+    **keys: object,
+) -> Report:
+    """Quantize the linear weights of `model` in place; `torch.compile(model)` works before and after.
+
+    Every planned weight is read once before anything is changed. Then each is converted and its original freed before
+    the next is read: memory never exceeds what was there plus one converted weight and 64 MiB. A weight on meta is
+    converted when its data are loaded.
+
+    Args:
+        model: any module, also one that torch.compile has returned.
+        config: a scheme name, dictionary, JSON text, path of a file, or QuantizationConfig; None leaves all alone.
+        device: where the model goes; each weight is converted there.
+        example_inputs: arguments of one call (a tuple or list of positional ones, a dictionary of named ones). With
+            them the model is traced on fake tensors, and weights that are used by functions are found too.
+        strict: whether a pattern that matches nothing is an error, or a warning.
+        progress: show a progress bar.
+        **keys: further keys of the configuration.
+
+    Returns:
+        What was done with every weight.
+
+    Raises:
+        ConfigurationError, PlanError: what was asked for has no meaning, or none for this model.
+        ConversionError: a weight cannot be converted (NaN, dtype, shared memory); nothing was changed.
+        InterruptedConversionError: an error on the way; it lists what is converted. Calling again goes on.
+    """
+    parsed = QuantizationConfig.parse(config, **keys)
+    root = _original_module(model)
+    candidates = None if example_inputs is None else _traced(root, example_inputs)
+    plan = plan_for(parsed, root, strict=strict, candidates=candidates)
+    report = Report(plan)
+    conversion.preflight(root, plan.rows, allow_nonfinite=parsed.allow_nonfinite)
+    target = None if device is None else torch.device(device)
+    conversion.execute(root, plan, report, device=target, progress=progress)
+    return report
+
+
+def dequantize_(model: nn.Module) -> None:
+    """Give every converted weight of `model` its original precision back, in place.
+
+    The values are the dequantized ones; what was trainable before is trainable again.
+    """
+    _dequantize(_original_module(model))
+
+
+def _original_module(model: nn.Module) -> nn.Module:
+    """What torch.compile has wrapped, or the model itself: paths are the same before and after."""
+    original = getattr(model, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else model
+
+
+def _traced(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[Candidate, ...]:
+    """The candidates of the module tree with what a traced call shows."""
+    from olq_fx import passes
+
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), dict(example_inputs)
+    elif isinstance(example_inputs, torch.Tensor):
+        args, kwargs = (example_inputs,), {}
+    else:
+        args, kwargs = tuple(example_inputs), {}
+    return combine(candidates_of(model), passes.find_linear_uses_of(model, args, kwargs))
