@@ -2,6 +2,7 @@
 
 - Bits: `assert_same_bits`, `bits_of`.
 - Derived bounds: `half_step_bound`, `product_bound`, `assert_product_close`, `effective_scale`, `element_step`.
+- Layers and operators: `operands`, `assert_layer_close`, `assert_operator_right`.
 - Noise: `sqnr`, `assert_sqnr`.
 - Graphs and kernels: `RecordingBackend`, `operator_name`, `count_kernels`.
 - Memory: `storage_census`, `live_bytes`, `record_allocations`, `plain_tensors`.
@@ -22,6 +23,7 @@ from olq_fx.testing_bounds import (
     sqnr,
 )
 from olq_fx.testing_graphs import Kernels, RecordedGraph, RecordingBackend, count_kernels, operator_name
+from olq_fx.testing_layers import assert_layer_close, assert_operator_right, operands
 from olq_fx.testing_memory import (
     Allocations,
     StorageRecord,
@@ -60,6 +62,8 @@ __all__ = [
     "RecordingBackend",
     "SelfAttention",
     "StorageRecord",
+    "assert_layer_close",
+    "assert_operator_right",
     "assert_product_close",
     "assert_same_bits",
     "assert_sqnr",
@@ -74,6 +78,7 @@ __all__ = [
     "live_bytes",
     "model_case",
     "models",
+    "operands",
     "operator_name",
     "plain_tensors",
     "product_bound",

@@ -199,7 +199,7 @@ def count_kernels(
     """
     torch.compiler.reset()
     compiled = torch.compile(function, backend=backend)
-    sources = torch_private.inductor_sources(compiled, *args, **kwargs)
+    sources = torch_private.inductor_sources(lambda: compiled(*args, **kwargs))
     generated: list[str] = []
     external: list[str] = []
     for source in sources:

@@ -70,10 +70,13 @@ def storage_census(of: nn.Module | None = None) -> dict[int, StorageRecord]:
 def _with_memory(outer: Tensor) -> Iterator[Tensor]:
     try:
         for tensor in plain_tensors(outer):
-            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr():
+            # A fake tensor warns when it is asked for its address.
+            if hasattr(tensor, "fake_mode") or tensor.layout != torch.strided:
+                continue
+            if tensor.untyped_storage().data_ptr():
                 yield tensor
     except (RuntimeError, NotImplementedError, AttributeError):
-        # Fake, functional and half-built tensors of a compiler refuse the question and hold no memory of their own.
+        # Functional and half-built tensors of a compiler refuse the question and hold no memory of their own.
         return
 
 

@@ -6,7 +6,6 @@ it has recorded, how tensors become fake, how Inductor is called, and what enter
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +53,7 @@ def current_frame() -> Frame | None:
 
 
 def calling_scope(code: types.CodeType) -> dict[str, Any] | None:
-    """The variables of the nearest frame above the caller that runs what Dynamo made of `code`; None if there is none."""
+    """The variables of the nearest frame up the stack that runs what Dynamo made of `code`, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_code
@@ -143,14 +142,14 @@ def name_part(node: torch.fx.Node, owner: torch.fx.Node, attribute: str) -> None
 
 
 def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
-    """Guard the shape of a graph input, and no longer that it is the plain tensor of dtype and type that it was.
+    """Guard the shape of a matrix that comes into a graph, and no longer that it is the plain tensor that it was.
 
     Args:
         node: the input of Dynamo's own graph.
         names: the expressions by which the same tensor is reached (tied parameters have several).
     """
     from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
     from torch._guards import Guard, TracingContext
 
     context = TracingContext.try_get()
@@ -162,7 +161,9 @@ def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
         guards.inner.discard(guard)
     argument = node.meta.get("grapharg")
     if argument is not None:
-        guards.add(Guard(AttrSource(argument.source, "shape"), GuardBuilder.EQUALS_MATCH))
+        for dim in range(2):
+            extent = TensorPropertySource(argument.source, TensorProperty.SIZE, dim)
+            guards.add(Guard(extent, GuardBuilder.EQUALS_MATCH))
 
 
 def _describes_tensor(guard: Any) -> bool:
@@ -208,6 +209,11 @@ def to_fake(mode: Any, tensor: Tensor) -> Tensor:
     """The fake of a tensor with a static shape; asked again (by AOTAutograd too), `mode` gives the same one."""
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake
+
+
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, real, fake or meta, are views of one storage."""
+    return bool(torch._C._is_alias_of(a, b))
 
 
 # Inductor
@@ -304,11 +310,33 @@ def only_this_compilation() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def is_inplace_schema(target: Any) -> bool:
-    """Whether an operator's schema says that it writes to an argument."""
-    schema = getattr(target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
+# Graphs
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a call target runs a graph of its own (checkpointing, cond, a region compiled once)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def schema_writes(target: object) -> bool:
+    """Whether the schema of an operator says that it writes to an argument."""
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+
+
+def autocast_entries(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes of a graph that enter or leave a region of autocast, in order; usually none."""
+    from torch.amp import autocast_mode
+
+    targets = (autocast_mode._enter_autocast, autocast_mode._exit_autocast)
+    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
+    return sorted(found)
+
+
+def enters_autocast(node: torch.fx.Node) -> bool:
+    """Whether a node enters a region of autocast; its arguments are those of `torch.autocast`."""
+    from torch.amp import autocast_mode
+
+    return node.target is autocast_mode._enter_autocast
 
 
 # Recording by make_fx

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, linear, silu
 
 import olq_fx
 from olq_fx import testing
-from olq_fx.configuration import parse
+from olq_fx.configuration import QuantizationConfig
 from olq_fx.formats import FORMATS, Format
 from olq_fx.numerics import dequantize, quantize
 
@@ -330,7 +330,7 @@ def test_drawn_formats_have_the_use(weight, activation):
 
 @given(testing.configurations())
 def test_drawn_configurations_are_valid(config):
-    assert parse(config) is not None
+    assert QuantizationConfig.parse(config) == QuantizationConfig.parse(QuantizationConfig.parse(config).to_dict())
 
 
 @given(testing.configurations(["0", "2", "4"]))
