@@ -1,3 +1,32 @@
-"""olq_fx: online quantization of any PyTorch model, as a torch.compile graph-rewriting pass."""
+"""olq_fx: online quantization of any PyTorch model, as a torch.compile graph-rewriting pass.
+
+    fast = torch.compile(model, backend=olq_fx.backend("fp8_per_block"))
+    olq_fx.quantize_(model, {"linear": "fp8_per_block", "ignore": ["re:.*[qkv]_proj"]})
+
+`olq_fx.testing` (not imported here) is for the tests of those who use or extend it.
+"""
+
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.errors import OlqFxError, OlqFxWarning
+from olq_fx.formats import FORMATS
+from olq_fx.plan import Plan
+from olq_fx.quantize import dequantize_, quantize_
+from olq_fx.report import Report
+from olq_fx.schemes import SCHEMES
+from olq_fx.weights import QuantizedWeight
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "SCHEMES",
+    "OlqFxError",
+    "OlqFxWarning",
+    "Plan",
+    "QuantizationConfig",
+    "QuantizedWeight",
+    "Report",
+    "__version__",
+    "dequantize_",
+    "quantize_",
+]
