@@ -1,13 +1,16 @@
-"""What is left alone by default, and why: one function a kind of layer, each returning its reason or "".
+"""What is left alone by default, and why: where a layer stands tells what it is for.
 
 API:
-    reason_for(place, outputs) -> str     the first reason that holds for a linear layer
+    Place.root(model), place.below(name, module)     a module and what its path says of it, walked from the top
+    reason_for(place, outputs) -> str                why a linear layer there is left alone, or ""
+    in_experts(place), holds_experts(place)          whether a layer, or a bare parameter, is of experts
 
 Quality collapses when these are quantized with the rest (routers decide which expert runs, modulation scales every
 channel of an image model); each is listed in the report with its reason and `include` opts it in.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Container
 
@@ -17,30 +20,44 @@ COMPILED = "_orig_mod"
 """The name that `torch.compile(module)` gives to the module within; no part of the paths that people write."""
 
 _OUTPUT_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
-_ROUTER_CLASS = re.compile(r"(Router|RouterMLP|TopKGat(e|ing)|TopkGat(e|ing))$")
-_GATE_CLASS = re.compile(r"Gat(e|ing)$")
+_ROUTER_CLASS = re.compile(r"(Router|RouterMLP|Top[kK]Gat(e|ing))$")
 _ROUTER_NAME = re.compile(r"router|shared_experts?_gate")
-_EXPERTS = re.compile(r"(?!shared_)(\w+_)?experts")
+_GATE_CLASS = re.compile(r"Gat(e|ing)$")
 _BESIDE_A_GATE = re.compile(r"(\w+_)?experts|shared_expert(_gate)?")
+_EXPERTS_CLASS = re.compile(r"Experts?(?![a-z])")
+_EXPERTS_NAME = re.compile(r"(?!shared_)(\w+_)?experts")
 _MODULATION_CLASS = re.compile(r"AdaLayerNorm|AdaLN|AdaGroupNorm|AdaNorm|LayerNormZero|RMSNormZero|^Modulation$|FiLM")
 _MODULATION_NAME = re.compile(r"(?i:ada_?ln\w*)|\w*scale_shift\w*")
 _MODULATION_LAYER = re.compile(r"(\w+_)?modulation|(img|txt)_mod")
-_INSIDE_MODULATION = re.compile(r"(\d+|lin|linear|fc|proj)?")
+_INSIDE_MODULATION = re.compile(r"\d+|lin|linear|fc|proj")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module stands: its path, and the modules from the root (excluded) down to itself.
+    """Where a module stands, and what its path says of it.
 
     Attributes:
-        path: the module's path.
-        chain: (name within the parent, module) of every level; empty for the root.
-        root: the module at the top.
+        path: the module's path; "" for the root.
+        name: its name within the parent, the mark of `torch.compile` aside.
+        module: the module.
+        parent: the place around it; None for the root.
+        experts: whether it is a list or block of experts, or inside one.
+        router: whether it is a router of experts, or inside one.
+        modulation: whether it is a modulation layer, or inside one.
     """
 
     path: str
-    chain: tuple[tuple[str, nn.Module], ...]
-    root: nn.Module
+    name: str
+    module: nn.Module
+    parent: "Place | None" = None
+    experts: bool = False
+    router: bool = False
+    modulation: bool = False
+
+    @classmethod
+    def root(cls, model: nn.Module) -> "Place":
+        """The place of the model itself, whose own class says nothing."""
+        return cls("", "", model)
 
     def of(self, leaf: str) -> str:
         """The path of a parameter of the module."""
@@ -48,21 +65,44 @@ class Place:
 
     def below(self, name: str, module: nn.Module) -> "Place":
         """The place of a child."""
-        return Place(self.of(name), (*self.chain, (name, module)), self.root)
+        kind = type(module).__name__
+        return Place(
+            path=self.of(name),
+            name=self.name if name == COMPILED else name,
+            module=module,
+            parent=self,
+            experts=self.experts or _matches(_EXPERTS_NAME, name),
+            router=self.router or self._routes(name, kind),
+            modulation=self.modulation or self._modulates(name, kind),
+        )
 
-    @property
-    def module(self) -> nn.Module:
-        """The module that stands here."""
-        return self.chain[-1][1] if self.chain else self.root
+    def within(self, module: nn.Module) -> bool:
+        """Whether `module` is this one or one around it."""
+        place: Place | None = self
+        while place is not None:
+            if place.module is module:
+                return True
+            place = place.parent
+        return False
 
-    @property
-    def around(self) -> "Place":
-        """The place of the parent; the root's is itself."""
-        return Place(self.path.rpartition(".")[0], self.chain[:-1], self.root)
+    def _routes(self, name: str, kind: str) -> bool:
+        """Whether a child is a router. A bare `gate` is one only beside experts: elsewhere it is half of an MLP."""
+        if _found(_ROUTER_CLASS, kind) or _matches(_ROUTER_NAME, name):
+            return True
+        if name != "gate" and not _found(_GATE_CLASS, kind):
+            return False
+        return "moe" in kind.lower() or any(_matches(_BESIDE_A_GATE, other) for other in self.module._modules)
 
-    def parent(self, level: int) -> nn.Module:
-        """The module around the one at a level of the chain."""
-        return self.chain[level - 1][1] if level else self.root
+    def _modulates(self, name: str, kind: str) -> bool:
+        """Whether a child turns a timestep, a class or a text into scales and shifts of whole channels.
+
+        `modulation` itself is a name of other things too (FocalNet): only what is directly in it counts.
+        """
+        if _found(_MODULATION_CLASS, kind) or _matches(_MODULATION_NAME, name):
+            return True
+        if name == "time_emb_proj":
+            return getattr(self.module, "time_embedding_norm", None) == "scale_shift"
+        return _matches(_MODULATION_LAYER, self.name) and _matches(_INSIDE_MODULATION, name)
 
 
 def reason_for(place: Place, outputs: Container[int]) -> str:
@@ -72,50 +112,30 @@ def reason_for(place: Place, outputs: Container[int]) -> str:
         place: where the layer stands.
         outputs: identities of modules that models declare as their output embedding.
     """
-    return _output_reason(place, outputs) or _router_reason(place) or _modulation_reason(place)
+    if place.name in _OUTPUT_NAMES or id(place.module) in outputs:
+        return "output embedding"
+    if place.router:
+        return "router of a mixture of experts"
+    if place.modulation or _matches(_MODULATION_LAYER, place.name):
+        return "modulation layer"
+    return ""
 
 
 def in_experts(place: Place) -> bool:
-    """Whether the module is one expert of a list or block of experts (shared experts are dense layers)."""
-    return any(_EXPERTS.fullmatch(name) for name, _ in place.chain)
+    """Whether the layer is one expert's, of a list or block of experts (shared experts are dense layers)."""
+    return place.experts
 
 
 def holds_experts(place: Place) -> bool:
     """Whether the module's own parameters are the stacked weights of experts."""
-    if re.search(r"Experts?(?![a-z])", type(place.module).__name__):
-        return True
-    return bool(place.chain) and _EXPERTS.fullmatch(place.chain[-1][0]) is not None
+    return _found(_EXPERTS_CLASS, type(place.module).__name__) or _matches(_EXPERTS_NAME, place.name)
 
 
-def _output_reason(place: Place, outputs: Container[int]) -> str:
-    name = next((name for name, _ in reversed(place.chain) if name != COMPILED), "")
-    if name in _OUTPUT_NAMES or id(place.module) in outputs:
-        return "output embedding"
-    return ""
+@functools.cache
+def _found(expression: re.Pattern[str], text: str) -> bool:
+    return expression.search(text) is not None
 
 
-def _router_reason(place: Place) -> str:
-    """A router decides which expert runs. A bare `gate` is one only beside experts: elsewhere it is half of an MLP."""
-    for level, (name, module) in enumerate(place.chain):
-        kind = type(module).__name__
-        if _ROUTER_CLASS.search(kind) or _ROUTER_NAME.fullmatch(name):
-            return "router of a mixture of experts"
-        if name == "gate" or _GATE_CLASS.search(kind):
-            siblings = place.parent(level)._modules
-            if "moe" in kind.lower() or any(_BESIDE_A_GATE.fullmatch(other) for other in siblings):
-                return "router of a mixture of experts"
-    return ""
-
-
-def _modulation_reason(place: Place) -> str:
-    """A modulation layer turns a timestep, a class or a text into scales and shifts of whole channels."""
-    for level, (name, module) in enumerate(place.chain):
-        inside = place.chain[level + 1][0] if level + 1 < len(place.chain) else ""
-        if _MODULATION_CLASS.search(type(module).__name__) or _MODULATION_NAME.fullmatch(name):
-            return "modulation layer"
-        if _MODULATION_LAYER.fullmatch(name) and _INSIDE_MODULATION.fullmatch(inside):
-            return "modulation layer"
-        scale_shift = getattr(place.parent(level), "time_embedding_norm", None) == "scale_shift"
-        if name == "time_emb_proj" and scale_shift:
-            return "modulation layer"
-    return ""
+@functools.cache
+def _matches(expression: re.Pattern[str], text: str) -> bool:
+    return expression.fullmatch(text) is not None

@@ -65,11 +65,10 @@ class Use:
     @property
     def module_names(self) -> tuple[str, ...]:
         """The module paths that mean this weight: the owner's; of an attention's output projection its parent's too."""
-        around = self.place.around
-        both = (
-            (self.place.path, around.path) if isinstance(around.module, nn.MultiheadAttention) else (self.place.path,)
-        )
-        return tuple(path for path in both if path)
+        around = self.place.parent
+        if around is not None and isinstance(around.module, nn.MultiheadAttention):
+            return tuple(path for path in (self.place.path, around.path) if path)
+        return (self.place.path,) if self.place.path else ()
 
     @property
     def current(self) -> Slot | None:
@@ -86,13 +85,12 @@ class Use:
 
 def places(model: nn.Module) -> Iterator[Place]:
     """Every module under every one of its names, in the order of the tree; none is entered within itself."""
-    pending = [Place("", (), model)]
+    pending = [Place.root(model)]
     while pending:
         place = pending.pop()
         yield place
-        around = {id(module) for _, module in place.chain} | {id(model)}
-        children = [(name, m) for name, m in place.module._modules.items() if m is not None and id(m) not in around]
-        pending.extend(place.below(name, module) for name, module in reversed(children))
+        children = [(name, child) for name, child in place.module._modules.items() if child is not None]
+        pending.extend(place.below(name, child) for name, child in reversed(children) if not place.within(child))
 
 
 def output_embeddings(model: nn.Module) -> frozenset[int]:
@@ -141,15 +139,16 @@ def _use(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Us
 
 
 def _linear(place: Place, leaf: str, tensor: Tensor, outputs: Container[int], *, transposed: bool) -> Use:
-    """The weight of a layer that is linear by its class."""
+    """The weight of a layer that is linear by its class. A router among the experts is none of them."""
+    reason = reason_for(place, outputs)
     return Use(
         place=place,
         leaf=leaf,
         tensor=tensor,
-        kind="moe" if in_experts(place) else "linear",
+        kind="moe" if in_experts(place) and not reason else "linear",
         shape=_logical_shape(tensor, transposed),
         transposed=transposed,
-        left_alone=reason_for(place, outputs),
+        left_alone=reason,
         blocked=_obstacle(place.module, tensor),
     )
 
@@ -219,14 +218,17 @@ def _obstacle(module: nn.Module, tensor: Tensor) -> str:
 def _computed(module: nn.Module) -> dict[str, tuple[str, Tensor, tuple[str, ...]]]:
     """The tensors of a module that are computed: by what, a parameter of the shape, all parameters used up."""
     found: dict[str, tuple[str, Tensor, tuple[str, ...]]] = {}
-    if parametrize.is_parametrized(module):
-        for name, chain in getattr(module, "parametrizations").items():  # noqa: B009 (typed as a module)
+    chains = module._modules.get("parametrizations")
+    if isinstance(chains, nn.ModuleDict):
+        for name, chain in chains.items():
             originals = [p for key, p in chain._parameters.items() if key.startswith("original") and p is not None]
             if originals:
                 found[name] = ("a parametrization", max(originals, key=Tensor.numel), ())
     for leaf, tensor in module._parameters.items():
+        if not leaf.endswith(("_v", "_orig")):
+            continue
         base = leaf[:-2] if leaf.endswith("_v") else leaf.removesuffix("_orig")
-        if tensor is None or base == leaf or base in module._parameters:
+        if tensor is None or base in module._parameters:
             continue
         if leaf.endswith("_v") and f"{base}_g" in module._parameters:
             found[base] = ("weight_norm", tensor, (leaf, f"{base}_g"))
