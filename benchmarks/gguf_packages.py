@@ -36,9 +36,11 @@ def qwen_folder() -> Path:
     missing = [name for name in NEEDED if version(name) is None]
     if missing:
         give_up(f"reading GGUF files needs {' and '.join(missing)}: pip install -e '.[llm]'")
-    with tempfile.TemporaryDirectory() as temporary:
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache.parent) as temporary:
         gguf = _fetch(Path(temporary))
-        _convert(gguf, cache)
+        _convert(gguf, Path(temporary) / "model")
+        (Path(temporary) / "model").rename(cache)  # whole or not at all
     return cache
 
 

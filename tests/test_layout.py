@@ -98,6 +98,6 @@ def test_public_names_are_in_the_readme(name: str):
 def test_index_of_a_package_names_every_file(package: str):
     """The docstring of the package is its index: a newcomer's way in."""
     index = (ROOT / package / "__init__.py").read_text()
-    files = [path.name for path in (ROOT / package).iterdir() if path.suffix in {".py", ".cpp"}]
+    files = [path.name for path in (ROOT / package).iterdir() if path.suffix in {".py", ".cpp", ".h"}]
     missing = [name for name in files if name != "__init__.py" and not re.search(rf"\b{Path(name).stem}\b", index)]
     assert not missing

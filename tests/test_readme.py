@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import olq_fx
 from olq_fx.formats import get_format
 from olq_fx.numerics import quantized_bytes
 from olq_fx.schemes import SCHEMES
@@ -31,30 +33,41 @@ def scheme_table() -> str:
     return "\n".join(lines)
 
 
+def report_block() -> str:
+    """What the example of the README prints."""
+    layers = torch.nn.ModuleDict({"embed": torch.nn.Embedding(100, 64), "up": torch.nn.Linear(64, 256)})
+    layers["down"] = torch.nn.Linear(256, 64)
+    return f"```text\n{olq_fx.quantize_(layers, {'linear': 'int8', 'ignore': ['down']})}\n```"
+
+
 def tables() -> dict[str, str]:
     """Every generated part of the README, by the name in its markers."""
-    return {"schemes": scheme_table(), **{path.stem: path.read_text().strip() for path in sorted(RESULTS.glob("*.md"))}}
+    results = {path.stem: path.read_text().strip() for path in sorted(RESULTS.glob("*.md"))}
+    return {"schemes": scheme_table(), "report": report_block(), **results}
 
 
 def between(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", re.DOTALL)
+    """The text between two markers, with the end of its last line."""
+    return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
 
 
 def rewrite() -> None:
+    """Put the generated parts into README.md."""
     text = README.read_text()
     for name, table in tables().items():
-        text = between(name).sub(lambda _, table=table: table, text)  # type: ignore[misc]
+        text = between(name).sub(lambda _, table=table: f"{table}\n", text)  # type: ignore[misc]
     README.write_text(text)
 
 
 @pytest.mark.parametrize("name", re.findall(r"<!-- (\w+) -->", README.read_text()))
 def test_tables_are_the_generated_ones(name: str):
     [shown] = between(name).findall(README.read_text())
-    assert shown == tables()[name], "run `make readme`"
+    assert shown == f"{tables()[name]}\n", "run `make readme`"
 
 
-def test_the_scheme_table_is_there():
-    assert "<!-- schemes -->" in README.read_text()
+@pytest.mark.parametrize("name", ["schemes", "report", "demo"])
+def test_the_table_is_shown(name: str):
+    assert f"<!-- {name} -->" in README.read_text()
 
 
 def code_blocks() -> list[str]:
