@@ -4,6 +4,9 @@ What stands behind them: how Dynamo names the inputs of a graph and where in the
 it has recorded, how tensors become fake, how Inductor is called, and what enters its caches.
 """
 
+# mypy: disable-error-code="attr-defined"
+# (what is private is exported to nobody)
+
 import contextlib
 import dataclasses
 import sys
@@ -112,16 +115,15 @@ def copy_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    output = graph.graph_copy(gm.graph, copies, return_output_node=True)
-    if output is not None:
-        value, original = output
-        copies[original] = graph.output(value)
-        copies[original].meta = dict(original.meta)
+    results: Any = graph.graph_copy(gm.graph, copies)
+    last = gm.graph.output_node()
+    copies[last] = graph.output(results)
+    copies[last].meta = dict(last.meta)
     for original, copied in copies.items():
         if original.op == "placeholder":
             argument = original.meta.get("grapharg")
             source = getattr(original, "_dynamo_source", None if argument is None else argument.source)
-            copied._dynamo_source = source  # type: ignore[attr-defined]
+            copied._dynamo_source = source
             copied.meta.pop("grapharg", None)
     copy = torch.fx.GraphModule(gm, graph, class_name=type(gm).__name__)
     copy.meta = dict(gm.meta)
@@ -136,7 +138,7 @@ def name_part(node: torch.fx.Node, owner: torch.fx.Node, attribute: str) -> None
     from torch._dynamo.source import AttrSource
 
     source = getattr(owner, "_dynamo_source", None)
-    node._dynamo_source = None if source is None else AttrSource(source, attribute)  # type: ignore[attr-defined]
+    node._dynamo_source = None if source is None else AttrSource(source, attribute)
     # Read by AOTAutograd: CUDA graphs need no copy of it.
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
@@ -168,7 +170,7 @@ def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
 
 def _describes_tensor(guard: Any) -> bool:
     """Whether a guard is on the tensor itself (that tied parameters are one tensor remains true)."""
-    return guard.create_fn_name() != "DUPLICATE_INPUT"
+    return bool(guard.create_fn_name() != "DUPLICATE_INPUT")
 
 
 def guarded_names() -> tuple[str, ...]:
@@ -209,6 +211,12 @@ def to_fake(mode: Any, tensor: Tensor) -> Tensor:
     """The fake of a tensor with a static shape; asked again (by AOTAutograd too), `mode` gives the same one."""
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake
+
+
+def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
+    """A fake tensor of the shape and dtype of `tensor` on a device."""
+    with mode:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
@@ -273,13 +281,14 @@ def compile_inductor(
             return compile_fx_inner(*args, **kwargs)
 
     with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches):
-        compiled: Callable[..., Any] = compile_fx(
+        compiled: Any = compile_fx(
             gm,
             example_inputs,
             inner_compile=inner,
             decompositions={**select_decomp_table(), **decompositions},
         )
-    return compiled
+    found: Callable[..., Any] = compiled
+    return found
 
 
 def inductor_sources(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
@@ -337,6 +346,26 @@ def enters_autocast(node: torch.fx.Node) -> bool:
     from torch.amp import autocast_mode
 
     return node.target is autocast_mode._enter_autocast
+
+
+def number_to_node(graph: torch.fx.Graph, number: torch.SymInt) -> torch.fx.Node:
+    """A node that computes a symbolic number from those that come into the graph, added where the graph inserts now.
+
+    Raises:
+        KeyError: it depends on a symbol that does not come in.
+    """
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    known = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, torch.SymInt):
+            known[value.node.expr] = torch.fx.Proxy(node)
+    expression = number.node.expr
+    symbols = {symbol: known[symbol] for symbol in expression.free_symbols}
+    computed: torch.fx.Node = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
+    return computed
 
 
 # Recording by make_fx

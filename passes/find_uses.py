@@ -1,0 +1,157 @@
+"""What a graph does with its weights: which of them are linear layers, and why the others are none.
+
+    annotate_owners(gm, owners)        says on each input whose parameter it is
+    weight_uses(gm) -> tuple[WeightUses, ...]
+    find_linear_uses(gm) -> tuple[Candidate, ...]     the same as candidates for a plan
+
+Only inputs with an owner are looked at: parameters, not activations or buffers.
+"""
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping
+
+import torch
+from torch.fx import GraphModule, Node
+
+from olq_fx.candidates import Candidate
+from olq_fx.passes import canonical
+from olq_fx.passes.base import Reject
+from olq_fx.passes.fxtools import target_name
+from olq_fx.passes.linear_forms import LinearUse, contraction_of, resolve
+from olq_fx.passes.weight_views import stored_matrix, uses_of
+from olq_fx.schemes import Slot
+
+_OWNER = "olq_fx_owner"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Whose parameter comes into a graph.
+
+    Attributes:
+        names: its paths, the first being that of the plan.
+        dtype, device, trainable: of the parameter.
+        current: its formats, if it is converted already.
+        current_rules: its scale rules, if it is converted already.
+        obstacle: why it cannot be replaced ("" if it can).
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    trainable: bool = False
+    current: Slot | None = None
+    current_rules: tuple[str, str] | None = None
+    obstacle: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightUses:
+    """What a graph does with one weight.
+
+    Attributes:
+        weight: the graph input.
+        operands: the views of it that something computes with.
+        linear: its uses as a linear layer.
+        others: its other uses, each with the reason why it is none.
+    """
+
+    weight: Node
+    operands: tuple[Node, ...]
+    linear: tuple[LinearUse, ...]
+    others: tuple[Reject, ...]
+
+
+def annotate_owners(gm: GraphModule, owners: Mapping[str, Owner]) -> None:
+    """Say on each input of a graph, by its name, whose parameter it is."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.name in owners:
+            node.meta[_OWNER] = owners[node.name]
+
+
+def owner_of(node: Node) -> Owner | None:
+    """Whose parameter a graph input is, or None."""
+    found: Owner | None = node.meta.get(_OWNER)
+    return found
+
+
+def weight_uses(gm: GraphModule) -> tuple[WeightUses, ...]:
+    """The uses of every matrix that comes in and has an owner."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and owner_of(node) is not None]
+    return uses_of_inputs(inputs)
+
+
+def uses_of_inputs(inputs: Iterable[Node]) -> tuple[WeightUses, ...]:
+    """The uses of those of some graph inputs that are dense matrices of a static shape."""
+    found = [uses for node in inputs if (uses := _uses(node)) is not None]
+    operands = {operand for uses in found for operand in uses.operands}
+    return tuple(_without_products_of_weights(uses, operands) for uses in found)
+
+
+def _uses(weight: Node) -> WeightUses | None:
+    view = stored_matrix(weight)
+    if view is None:
+        return None
+    linear: list[LinearUse] = []
+    others: list[Reject] = []
+    operands: list[Node] = []
+    for user, operand, seen in uses_of(view):
+        if user.target is canonical.linear:
+            continue
+        operands.append(operand)
+        contraction = contraction_of(user, operand)
+        if contraction is None:
+            others.append(Reject(user.name, f"used by {target_name(user)}, which is no linear layer"))
+            continue
+        use = contraction if isinstance(contraction, str) else resolve(user, contraction, seen)
+        if isinstance(use, str):
+            others.append(Reject(user.name, f"{use} ({target_name(user)})"))
+        else:
+            linear.append(use)
+    return WeightUses(weight, tuple(operands), tuple(linear), tuple(others))
+
+
+def _without_products_of_weights(uses: WeightUses, operands: Container[Node]) -> WeightUses:
+    """A product of two weights is no linear layer of either."""
+    products = [use for use in uses.linear if use.x in operands]
+    if not products:
+        return uses
+    rejects = tuple(Reject(use.node.name, "it is multiplied with another weight") for use in products)
+    linear = tuple(use for use in uses.linear if use not in products)
+    return dataclasses.replace(uses, linear=linear, others=uses.others + rejects)
+
+
+def find_linear_uses(gm: GraphModule) -> tuple[Candidate, ...]:
+    """The weights of a graph as candidates of a plan: those used as linear layers, others with the reason."""
+    return tuple(_candidate(uses) for uses in weight_uses(gm) if uses.linear or uses.others)
+
+
+def _candidate(uses: WeightUses) -> Candidate:
+    owner = owner_of(uses.weight)
+    assert owner is not None
+    orientations = {use.matrix.transposed for use in uses.linear}
+    matrix = uses.linear[0].matrix if uses.linear else None
+    view = stored_matrix(uses.weight)
+    assert view is not None
+    blocked = owner.obstacle
+    if len(orientations) > 1:
+        blocked = blocked or "it is used both as (N, K) and as (K, N), so that its reduction axis is not one"
+    left_alone = "; ".join(dict.fromkeys(reject.reason for reject in uses.others))
+    module_path = owner.names[0].rpartition(".")[0]
+    return Candidate(
+        path=owner.names[0],
+        module_path=module_path,
+        names=owner.names,
+        module_names=tuple(dict.fromkeys(name.rpartition(".")[0] for name in owner.names)),
+        kind="linear",
+        shape=view.stored if matrix is None else (matrix.rows, matrix.columns),
+        transposed=matrix is not None and matrix.transposed,
+        dtype=owner.dtype,
+        device=owner.device,
+        left_alone=left_alone,
+        blocked=blocked,
+        use_known=matrix is not None,
+        current=owner.current,
+        current_rules=owner.current_rules,
+        trainable=owner.trainable,
+    )

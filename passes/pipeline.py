@@ -1,0 +1,110 @@
+"""The passes in their order, and the runner that times, dumps and verifies each.
+
+    run(gm, context, dump_dir=None) -> tuple[PassRecord, ...]
+
+Passes know nothing of one another. A new one is a file, a line here and a test.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from olq_fx.passes.annotate import Annotate
+from olq_fx.passes.base import Context, Pass, Reject
+from olq_fx.passes.canonicalize import Canonicalize
+from olq_fx.passes.clean_up import CleanUp
+from olq_fx.passes.fuse_residual import FuseResidual
+from olq_fx.passes.fxtools import target_name, value_of
+from olq_fx.passes.open_attention import OpenAttention
+from olq_fx.passes.share_quantization import ShareQuantization
+from olq_fx.passes.swap import Swap
+
+PASSES: tuple[Callable[[Context], Pass], ...] = (
+    OpenAttention,  # first: what it opens contains linear layers
+    Canonicalize,  # so that all that follow know one form of linear layer
+    Annotate,  # before canonical nodes are gone; their labels go on to what replaces them
+    Swap,  # from here on there are quantized operators
+    ShareQuantization,  # before fusion moves products away from the quantization of their input
+    FuseResidual,  # after sharing: it looks at products only
+    CleanUp,  # last: drops what the others left over
+)
+"""What runs, in this order; each entry says why it stands there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What the runner saw of one pass.
+
+    Attributes:
+        name: of the pass.
+        changed: how many places it changed.
+        rejects: what it refused.
+        seconds: how long it took, verification excluded.
+        operators: how many calls of each operator there are more (or fewer, if negative) than before.
+    """
+
+    name: str
+    changed: int
+    rejects: tuple[Reject, ...]
+    seconds: float
+    operators: dict[str, int]
+
+
+def run(gm: GraphModule, context: Context, *, dump_dir: Path | None = None) -> tuple[PassRecord, ...]:
+    """Run all passes on a graph, in place, and recompile it.
+
+    Args:
+        gm: a graph of torch functions with fake values in its meta.
+        context: what the passes are told.
+        dump_dir: a folder that gets the graph before the first and after each pass, numbered in their order; graphs
+            hold names and shapes, never values.
+
+    Raises:
+        AssertionError: a pass left a malformed graph, or other results in shape or dtype.
+    """
+    _dump(gm, dump_dir, 0, "before")
+    records = []
+    for number, make in enumerate(PASSES, start=1):
+        records.append(run_one(gm, make(context)))
+        _dump(gm, dump_dir, number, records[-1].name)
+    gm.recompile()
+    return tuple(records)
+
+
+def run_one(gm: GraphModule, step: Pass) -> PassRecord:
+    """Run one pass and verify the graph: well formed, results of the same shapes and dtypes."""
+    operators, results = _operators(gm), _results(gm)
+    begin = time.perf_counter()
+    outcome = step(gm)
+    seconds = time.perf_counter() - begin
+    gm.graph.lint()
+    assert _results(gm) == results, f"{step.name} changed the results from {results} to {_results(gm)}"
+    after = _operators(gm)
+    names = sorted(name for name in {*after, *operators} if after[name] != operators[name])
+    difference = {name: after[name] - operators[name] for name in names}
+    return PassRecord(step.name, outcome.changed, outcome.rejects, seconds, difference)
+
+
+def _operators(gm: GraphModule) -> collections.Counter[str]:
+    return collections.Counter(target_name(node) for node in gm.graph.nodes if node.op.startswith("call_"))
+
+
+def _results(gm: GraphModule) -> list[tuple[object, ...]]:
+    """Shape and dtype of everything that a graph returns."""
+    found: list[tuple[object, ...]] = []
+    for node in gm.graph.output_node().all_input_nodes:
+        value = value_of(node)
+        found.append((tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value,))
+    return found
+
+
+def _dump(gm: GraphModule, folder: Path | None, number: int, name: str) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = gm.print_readable(print_output=False) if number == 0 else str(gm.graph)
+        (folder / f"{number:02}_{name}.txt").write_text(text)

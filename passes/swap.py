@@ -1,0 +1,113 @@
+"""Replaces canonical linear layers by the quantized operators, and their weights by plain tensors: codes and scales.
+
+    %weight : "bf16[N, K]" = placeholder
+    %y : "bf16[M, N]" = canonical.linear(%x, %weight, %bias)
+->
+    %weight_codes : "f8e4m3[N, K]", %weight_scale : "f32[N, 1]" = placeholders
+    %q = olq_fx.quantize(%x, "fp8_per_token", "amax"); %codes = %q[0]; %scale = %q[1]
+    %y : "bf16[M, N]" = olq_fx.quantized_linear([%codes, %scale], ..., [%weight_codes, %weight_scale], ..., %bias, None)
+
+Where gradients flow, and where activations keep their precision, it is one operator instead: `olq_fx.linear`.
+"""
+
+import dataclasses
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional
+
+from olq_fx import torch_private
+from olq_fx.formats import FORMATS, Format
+from olq_fx.numerics import part_specs
+from olq_fx.passes import canonical
+from olq_fx.passes.base import Context, PassResult, PlannedWeight
+from olq_fx.passes.fxtools import VALUE, Emitter, replace, tensor_of
+
+PART = "olq_fx_part"
+"""The key of a graph input's meta: (name of the weight's input, which part of it comes in)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Swap:
+    """Puts the quantized operators in."""
+
+    context: Context
+    name: ClassVar[str] = "swap"
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        """Swap every canonical linear layer of a planned weight."""
+        parts: dict[Node, list[Node]] = {}
+        nodes = gm.graph.find_nodes(op="call_function", target=canonical.linear)
+        for node in nodes:
+            weight = node.args[1]
+            assert isinstance(weight, Node)
+            planned = self.context.find(weight.name)
+            assert planned is not None, f"{weight.name} is in no plan"
+            if weight not in parts:
+                parts[weight] = _part_inputs(weight, planned)
+            self._swap(node, planned, parts[weight])
+        return PassResult(len(nodes))
+
+    def _swap(self, node: Node, planned: PlannedWeight, parts: list[Node]) -> None:
+        emit = Emitter(node)
+        x, weight, bias = node.args
+        rows = tensor_of(weight).shape[1 if planned.transposed else 0]  # type: ignore[union-attr]
+        start, stop = node.kwargs["start"], node.kwargs["stop"]
+        assert isinstance(start, int)
+        assert isinstance(stop, int)
+        skip = 0
+        if (start, stop) != (0, rows):
+            format = FORMATS[planned.weight]
+            skip = start % (format.group[0] or 1)
+            parts = _rows(emit, parts, format, start - skip, stop)
+            if skip and bias is not None:
+                bias = emit.call(functional.pad, bias, (skip, 0))
+        y = self._product(emit, planned, x, parts, bias)
+        if skip:
+            y = emit.call(operator.getitem, y, (slice(None), slice(skip, None)))
+            y = emit.method("contiguous", y)
+        replace(node, y)
+
+    def _product(self, emit: Emitter, planned: PlannedWeight, x: Any, parts: list[Node], bias: Any) -> Node:
+        ops = torch.ops.olq_fx
+        if self.context.gradients or not planned.activation:
+            formats = (planned.weight, planned.activation, planned.activation_rule)
+            return emit.call(ops.linear.default, x, parts, *formats, bias, None)
+        tensor = tensor_of(x)
+        assert tensor is not None
+        quantized = emit.call(ops.quantize.default, x, planned.activation, planned.activation_rule)
+        count = FORMATS[planned.activation].levels + 1
+        pieces = [emit.call(operator.getitem, quantized, index) for index in range(count)]
+        sides = (pieces, planned.activation, parts, planned.weight)
+        return emit.call(ops.quantized_linear.default, *sides, tensor.shape[1], tensor.dtype, bias, None)
+
+
+def _part_inputs(weight: Node, planned: PlannedWeight) -> list[Node]:
+    """Graph inputs for the parts of a weight, after the input of the weight itself."""
+    tensor = tensor_of(weight)
+    assert tensor is not None
+    rows, k = reversed(tensor.shape) if planned.transposed else tensor.shape
+    mode = torch_private.fake_mode_of([tensor])
+    found = []
+    after = weight
+    for index, spec in enumerate(part_specs(FORMATS[planned.weight], rows, k)):
+        with weight.graph.inserting_after(after):
+            node = weight.graph.placeholder(f"{weight.name}_{spec.name}")
+        empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        node.meta[VALUE] = empty if mode is None else torch_private.fake_like(mode, empty, tensor.device)
+        node.meta[PART] = (weight.name, index)
+        torch_private.name_part(node, weight, spec.name)
+        found.append(node)
+        after = node
+    return found
+
+
+def _rows(emit: Emitter, parts: list[Node], format: Format, start: int, stop: int) -> list[Node]:
+    """The parts of rows `start` to `stop`, where `start` begins a group."""
+    heights = (1, format.group[0], format.coarse[0] if format.coarse else None)
+    return [
+        part if height is None else emit.call(operator.getitem, part, slice(start // height, -(-stop // height)))
+        for part, height in zip(parts, heights, strict=False)
+    ]
