@@ -91,5 +91,6 @@ def nvfp4_reciprocal(amax: Tensor) -> Tensor:
     This is how compressed-tensors stores it, and g = fl(1 / G) everywhere. So the floor of scales does not apply
     here: with amax just above where G overflows (below 2^-114), g is subnormal, but never below 2^-128.
     """
-    reciprocal = NVFP4_RANGE / amax
+    # A tensor as the dividend: `number / tensor` is a rounded reciprocal times the number.
+    reciprocal = torch.full_like(amax, NVFP4_RANGE) / amax
     return torch.where(finite(reciprocal), reciprocal, 1.0)
