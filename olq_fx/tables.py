@@ -23,7 +23,9 @@ def table_of(columns: Mapping[str, Literal["left", "right"]], rows: Iterable[Seq
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()
-    Console(file=text, width=_WIDTH, no_color=True, highlight=False, markup=False, emoji=False).print(table)
+    Console(
+        file=text, width=_WIDTH, no_color=True, force_jupyter=False, highlight=False, markup=False, emoji=False
+    ).print(table)
     return text.getvalue().rstrip()
 
 
