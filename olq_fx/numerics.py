@@ -117,13 +117,12 @@ def dequantize(parts: Parts, format: Format, k: int, dtype: torch.dtype = torch.
     Every multiplication by a scale is rounded to float32, the group's own scale first. Non-finite groups give NaN.
     """
     codes, scale = parts[0], parts[1]
-    rows = codes.shape[0]
     values = elements.decode(elements.unpack(codes, k) if format.packed else codes, format.element)
     decoded = scales.decode_e8m0(scale) if format.scale == "e8m0" else scale.to(torch.float32)
     product = _split(values, format.group) * _from_grid(decoded)
     if format.coarse is not None:
         product = product * _from_grid(_spread(_coarse_factor(parts[2], format), format, decoded.shape[1]))
-    return _join(product.clamp(-_LARGEST, _LARGEST), rows, k).to(dtype)
+    return _join(product.clamp(-_LARGEST, _LARGEST), format.group, codes.shape[0], k).to(dtype)
 
 
 def _quantize_mx(grouped: Tensor, amax: Tensor, format: Format, rule: str, rows: int, k: int) -> Parts:
@@ -201,7 +200,7 @@ def _sum_of_squares(errors: Tensor) -> Tensor:
 
 
 def _codes(grouped: Tensor, divisor: Tensor, format: Format, rows: int, k: int) -> Tensor:
-    codes = _join(elements.encode(_quotient(grouped, divisor), format.element), rows, k)
+    codes = _join(elements.encode(_quotient(grouped, divisor), format.element), format.group, rows, k)
     return elements.pack(codes) if format.packed else codes
 
 
@@ -259,19 +258,32 @@ def _spread(coarse: Tensor, format: Format, columns: int) -> Tensor:
 
 def _split(x: Tensor, group: Group) -> Tensor:
     """(R, K) to (a, r, b, c), padded with zeros up to whole groups where R or K is none."""
-    rows, columns = group
-    below = 0 if rows in (1, None) else -x.shape[0] % rows
-    right = 0 if columns is None else -x.shape[1] % columns
-    if below or right:
+    below, right = _padding(x.shape[0], group[0]), _padding(x.shape[1], group[1])
+    if not (_is_none(below) and _is_none(right)):
         x = functional.pad(x, (0, right, 0, below))
+    rows, columns = group
     lengths = {"a" if rows is None else "r": rows or 1, "b" if columns is None else "c": columns or 1}
     return rearrange(x, "(a r) (b c) -> a r b c", **lengths)
 
 
-def _join(grouped: Tensor, rows: int, k: int) -> Tensor:
+def _join(grouped: Tensor, group: Group, rows: int, k: int) -> Tensor:
     """The inverse of `_split`: (a, r, b, c) to (R, K), without the padding."""
     joined = rearrange(grouped, "a r b c -> (a r) (b c)")
-    return joined if joined.shape == (rows, k) else joined[:rows, :k].contiguous()
+    if not _is_none(_padding(rows, group[0])):
+        joined = joined[:rows]
+    if not _is_none(_padding(k, group[1])):
+        joined = joined[:, :k]
+    return joined.contiguous()
+
+
+def _padding(length: int, size: int | None) -> int:
+    """How much is missing to whole groups; none where a group is one long or the whole axis."""
+    return 0 if size is None or size == 1 else -length % size
+
+
+def _is_none(padding: int) -> bool:
+    # A symbolic number is no `int`: it pads always, so that a traced graph holds for every length.
+    return isinstance(padding, int) and padding == 0
 
 
 def _to_grid(scale: Tensor) -> Tensor:
