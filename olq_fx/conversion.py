@@ -24,6 +24,8 @@ from olq_fx.report import Report
 from olq_fx.weights import FLOATING, Pending, QuantizedWeight, WeightSpec, quantize_weight
 from olq_fx.weights_aten import rows as rows_of_weight
 
+_WHOLE_BLOCKS = 128
+
 _ONE_AT_A_TIME = threading.RLock()
 """Two threads that convert one model convert each weight once."""
 
@@ -192,7 +194,7 @@ def _values(weight: QuantizedWeight) -> Tensor:
     if weight.pending is not None:
         return values
     axis = 1 if weight.spec.transposed else 0
-    step = max(1, panels.PANEL_ELEMENTS // max(1, weight.reduction_size))
+    step = max(_WHOLE_BLOCKS, panels.PANEL_ELEMENTS // max(1, weight.reduction_size) // _WHOLE_BLOCKS * _WHOLE_BLOCKS)
     for start in range(0, weight.shape[axis], step):
         stop = min(start + step, weight.shape[axis])
         values.narrow(axis, start, stop - start).copy_(rows_of_weight(weight, start, stop).dequantize())

@@ -16,7 +16,7 @@ from olq_fx import numerics, panels
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.kernels.reference import rows_of
 from olq_fx.weights_products import times_right
-from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec, implements, root_of, unsupported
+from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec, implements, unsupported
 
 aten = torch.ops.aten
 
@@ -32,10 +32,7 @@ _aliasing: Callable[..., Any] = _python_dispatch.return_and_correct_aliasing
 
 @implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default, metadata_only=True)
 def _alias(func: Any, weight: QuantizedWeight) -> Any:
-    result = weight.like()
-    if weight.pending is not None:
-        result.root = root_of(weight)
-    return _aliasing(func, (weight,), {}, result)
+    return _aliasing(func, (weight,), {}, weight.view_like())
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, metadata_only=True)
@@ -45,7 +42,9 @@ def _view(func: Any, weight: QuantizedWeight, size: Sequence[int], stride: Seque
     if not weight.shape or tuple(shape[-2:]) != tuple(weight.shape[-2:]):
         raise unsupported(func, (weight,), {})
     leading = [0] * (len(shape) - 2)
-    return weight.like(size=shape, stride=[*leading, *weight.stride()[-2:]] if len(shape) >= 2 else weight.stride())
+    return weight.view_like(
+        size=shape, stride=[*leading, *weight.stride()[-2:]] if len(shape) >= 2 else weight.stride()
+    )
 
 
 def _inferred(weight: QuantizedWeight, size: Sequence[int]) -> list[int]:
@@ -60,7 +59,7 @@ def _expand(func: Any, weight: QuantizedWeight, size: Sequence[int], *, implicit
     shape = [own if given == -1 else given for given, own in zip(size[-2:], weight.shape[-2:], strict=False)]
     if weight.dim() < 2 or tuple(shape) != tuple(weight.shape[-2:]):
         raise unsupported(func, (weight,), {})
-    result = weight.like(size=[*size[:-2], *shape], stride=[*[0] * (len(size) - 2), *weight.stride()[-2:]])
+    result = weight.view_like(size=[*size[:-2], *shape], stride=[*[0] * (len(size) - 2), *weight.stride()[-2:]])
     return _aliasing(func, (weight, size), {}, result)
 
 
@@ -95,7 +94,9 @@ def transposed(weight: QuantizedWeight) -> QuantizedWeight:
     spec = dataclasses.replace(weight.spec, transposed=not weight.spec.transposed)
     *leading, rows, columns = weight.shape
     *leading_strides, row_stride, column_stride = weight.stride()
-    return weight.like(spec=spec, size=[*leading, columns, rows], stride=[*leading_strides, column_stride, row_stride])
+    return weight.view_like(
+        spec=spec, size=[*leading, columns, rows], stride=[*leading_strides, column_stride, row_stride]
+    )
 
 
 @implements(aten.slice.Tensor, metadata_only=True)
@@ -136,7 +137,7 @@ def _select(func: Any, weight: QuantizedWeight, dim: int, index: int) -> Any:
         raise IndexError(f"index {index} is out of range for dimension {dim} with size {length}")
     row = rows(weight, index % length, index % length + 1)
     spec = dataclasses.replace(row.spec, transposed=False)
-    result = row.like(spec=spec, size=[k], stride=[weight.stride()[1 - dim % 2]])
+    result = row.view_like(spec=spec, size=[k], stride=[weight.stride()[1 - dim % 2]])
     return _aliasing(func, (weight, dim, index), {}, result)
 
 
@@ -147,7 +148,7 @@ def rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
     parts = rows_of(weight.parts, weight.spec.format, first - skip, last)
     spec = dataclasses.replace(weight.spec, skip=skip, rows_of_larger=True)
     k, n = weight.reduction_size, stop - start
-    return weight.like(parts=parts, spec=spec, size=[k, n] if spec.transposed else [n, k], stride=weight.stride())
+    return weight.view_like(parts=parts, spec=spec, size=[k, n] if spec.transposed else [n, k], stride=weight.stride())
 
 
 def _is_row_axis(weight: QuantizedWeight, dim: int) -> bool:
@@ -184,14 +185,17 @@ def _to_copy(
         path = weight.path if weight.pending is None else weight.pending.path
         parts = [part.to("meta") for part in weight.parts]
         return weight.like(parts=parts, dtype=dtype, size=weight.shape, stride=stride, pending=Pending(path, device))
-    parts = [part.to(device, non_blocking=non_blocking) for part in weight.parts]
+    with weight.ordinary():
+        parts = [part.to(device, non_blocking=non_blocking) for part in weight.parts]
     return weight.like(parts=parts, dtype=dtype, size=weight.shape, stride=stride)
 
 
 @implements(aten.clone.default, metadata_only=True)
 def _clone(func: Any, weight: QuantizedWeight, *, memory_format: torch.memory_format | None = None) -> QuantizedWeight:
     stride = None if memory_format == torch.contiguous_format else weight.stride()
-    return weight.like(parts=[part.clone() for part in weight.parts], size=weight.shape, stride=stride)
+    with weight.ordinary():
+        parts = [part.clone() for part in weight.parts]
+    return weight.like(parts=parts, size=weight.shape, stride=stride)
 
 
 @implements(aten._pin_memory.default)

@@ -21,14 +21,17 @@ from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, overrides, ro
 
 @overrides(functional.linear)
 def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    flattens = input.dim() not in (0, 2) and isinstance(weight, QuantizedWeight) and weight.dim() == 2
-    # A bias of another dtype is refused or accepted depending on the input's strides: that is left to torch.
-    if bias is not None and bias.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
-        flattens = False
-    if not flattens:
+    if input.dim() in (0, 2) or not _is_matrix(weight) or not _same_dtype(input, bias):
         result: Tensor = func(input, weight, bias)
         return result
     return _flattened(input, lambda flat: func(flat, weight, bias))
+
+
+def _same_dtype(input: Tensor, bias: Tensor | None) -> bool:
+    """Whether input and bias meet in one dtype; if not, torch refuses or accepts them depending on the strides."""
+    if bias is None or bias.dtype == input.dtype:
+        return True
+    return torch.is_autocast_enabled(input.device.type) and torch.float64 not in (input.dtype, bias.dtype)
 
 
 @overrides(torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -42,7 +45,7 @@ def _matmul(func: Any, input: Tensor, other: Tensor, *args: Any, **kwargs: Any) 
 
 
 @overrides(Tensor.__rmatmul__)
-def _rmatmul(func: Any, other: Tensor, input: Tensor) -> Tensor:
+def _rmatmul(func: Any, other: Tensor, input: Tensor) -> Any:
     return _matmul(torch.matmul, input, other)
 
 
@@ -146,19 +149,20 @@ def fill(weight: QuantizedWeight, source: Tensor, dtype: torch.dtype | None = No
 
     Raises:
         ConversionError: see `olq_fx.panels.check_values`.
-        UnsupportedError: `source` is not the whole matrix.
+        UnsupportedError: `source` is not the whole matrix, or `weight` a view of it (torch would not let go of it).
     """
     pending, root = weight.pending, root_of(weight)
     assert pending is not None
     if source.is_meta:
         return
+    if weight.spec != root.spec or source.shape != root.shape:
+        raise UnsupportedError(
+            f"'{pending.path}' takes its first values all at once, {tuple(root.shape)} into the parameter itself, not "
+            f"{tuple(source.shape)} into a view of it"
+        )
     if root.pending is None:
         root.copy_(source)
         return
-    if weight.spec.rows_of_larger or source.shape != root.shape:
-        raise UnsupportedError(
-            f"'{pending.path}' has no data yet and takes all of {tuple(root.shape)} at once, not {tuple(source.shape)}"
-        )
     device = source.device if root.device.type == "meta" else root.device
     if isinstance(source, QuantizedWeight):
         target = root.like(
@@ -192,22 +196,24 @@ def become(weight: QuantizedWeight, other: QuantizedWeight) -> None:
 
 
 @overrides(Tensor.data.__set__)  # type: ignore[attr-defined]
-def _set_data(func: Any, weight: Tensor, value: Tensor) -> None:
+def _set_data(func: Any, weight: QuantizedWeight, value: Tensor) -> None:
     """`weight.data = value`: the parts of another converted weight, or new values, which are converted."""
-    if isinstance(weight, QuantizedWeight) and isinstance(value, QuantizedWeight):
+    if value.shape != weight.shape:
+        raise UnsupportedError(f"{weight.label} has shape {tuple(weight.shape)}, not {tuple(value.shape)}")
+    if isinstance(value, QuantizedWeight):
         func(weight, value)
         for name in OWN_ATTRIBUTES - {"path", "was_trainable"}:
             setattr(weight, name, getattr(value, name))
-    elif isinstance(weight, QuantizedWeight):
-        if value.shape != weight.shape:
-            raise UnsupportedError(f"{weight.label} has shape {tuple(weight.shape)}, not {tuple(value.shape)}")
-        with torch.no_grad():
-            _copy_(Tensor.copy_, weight, value)
-    else:
-        assert isinstance(value, QuantizedWeight)
-        raise UnsupportedError(
-            f"a plain tensor cannot take the storage of {value.label}; assign weight.dequantize() or the parameter"
-        )
+        return
+    with torch.no_grad():
+        _copy_(Tensor.copy_, weight, value)
+
+
+@overrides(torch.isclose, torch.allclose, Tensor.isclose, Tensor.allclose)
+def _compare(func: Any, input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A comparison of the values, which torch makes of arithmetic."""
+    plain = [x.dequantize() if isinstance(x, QuantizedWeight) else x for x in (input, other)]
+    return func(*plain, *args, **kwargs)
 
 
 @overrides(functional.multi_head_attention_forward)

@@ -83,8 +83,8 @@ def _quantized_once(x: Tensor, activation: str, rule: str, recording: Any) -> Pa
 def _along_n(gradient: Tensor, weight: QuantizedWeight) -> Tensor:
     """(M, N) to (M, K): the gradient of the dequantized product, computed in float32 and rounded once."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    matrix = weight.dequantize(wide)
-    return reference.product(gradient.to(wide), matrix.reshape(matrix.shape[-2:])).to(gradient.dtype)
+    matrix = weight.like(size=weight.shape[-2:], stride=weight.stride()[-2:]).dequantize(wide)
+    return reference.product(gradient.to(wide), matrix).to(gradient.dtype)
 
 
 def _check_operands(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:

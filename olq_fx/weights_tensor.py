@@ -5,6 +5,7 @@ deepcopy) and the two tables through which operations reach their implementation
 done with a converted weight and imports the modules that fill the tables.
 """
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -192,16 +193,30 @@ class QuantizedWeight(torch.Tensor):
         """A weight that differs from this one in what is given; a new size without strides is contiguous."""
         if size is None:
             size, stride = self.shape, self.stride() if stride is None else stride
-        result = QuantizedWeight(
-            self.parts if parts is None else parts,
-            self.spec if spec is None else spec,
-            self.dtype if dtype is None else dtype,
-            size,
-            stride,
-            self.pending if pending is _KEEP else pending,
-        )
+        with self.ordinary():
+            result = QuantizedWeight(
+                self.parts if parts is None else parts,
+                self.spec if spec is None else spec,
+                self.dtype if dtype is None else dtype,
+                size,
+                stride,
+                self.pending if pending is _KEEP else pending,
+            )
         result.path, result.was_trainable = self.path, self.was_trainable
         return result
+
+    def view_like(self, **changes: Any) -> "QuantizedWeight":
+        """`like`, for views: data that are copied into one reach this weight, also while it is pending."""
+        result = self.like(**changes)
+        if self.pending is not None:
+            result.root = root_of(self)
+        return result
+
+    def ordinary(self) -> contextlib.AbstractContextManager[object]:
+        """What is made of an ordinary tensor in inference mode is one too, so that it can be refreshed outside."""
+        if torch.is_inference_mode_enabled() and not self.is_inference():
+            return torch.inference_mode(False)
+        return contextlib.nullcontext()
 
     def ready(self) -> "QuantizedWeight":
         """This weight, if it has data.
