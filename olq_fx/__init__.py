@@ -7,6 +7,7 @@
 """
 
 from olq_fx.configuration import QuantizationConfig
+from olq_fx.dynamo import backend
 from olq_fx.errors import OlqFxError, OlqFxWarning
 from olq_fx.formats import FORMATS
 from olq_fx.plan import Plan
@@ -27,6 +28,7 @@ __all__ = [
     "QuantizedWeight",
     "Report",
     "__version__",
+    "backend",
     "dequantize_",
     "quantize_",
 ]

@@ -4,7 +4,7 @@ What stands behind them: how Dynamo names the inputs of a graph and where in the
 it has recorded, how tensors become fake, how Inductor is called, and what enters its caches.
 """
 
-# mypy: disable-error-code="attr-defined"
+# mypy: disable-error-code="attr-defined, no-untyped-call"
 # (what is private is exported to nobody)
 
 import contextlib
@@ -55,13 +55,14 @@ def current_frame() -> Frame | None:
     return Frame(code, scope, _compile_target(), _receiver(code, scope["L"]))
 
 
-def calling_scope(code: types.CodeType) -> dict[str, Any] | None:
-    """The variables of the nearest frame up the stack that runs what Dynamo made of `code`, or None."""
+def calling_frame(code: types.CodeType) -> Frame | None:
+    """The nearest frame up the stack that runs what Dynamo made of `code`, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_code
         if found.co_name == code.co_name and found.co_filename == code.co_filename:
-            return {"L": frame.f_locals, "G": frame.f_globals}
+            scope = {"L": dict(frame.f_locals), "G": frame.f_globals}
+            return Frame(code, scope, _compile_target(), _receiver(code, scope["L"]))
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -96,6 +97,14 @@ def forget_compiled(code: types.CodeType) -> None:
     from torch._dynamo.eval_frame import reset_code
 
     reset_code(code)
+
+
+def steers_dynamo(error: Exception) -> bool:
+    """Whether an exception from a compiler is a message to Dynamo (trace again, skip this frame), and no failure."""
+    from torch._dynamo import exc
+
+    names = ("TensorifyScalarRestartAnalysis", "RestartAnalysis", "SkipFrame")
+    return isinstance(error, tuple(getattr(exc, name) for name in names if hasattr(exc, name)))
 
 
 # Dynamo: the inputs of a graph
@@ -216,7 +225,7 @@ def to_fake(mode: Any, tensor: Tensor) -> Tensor:
 def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
     """A fake tensor of the shape and dtype of `tensor` on a device."""
     with mode:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
@@ -325,6 +334,11 @@ def only_this_compilation() -> Iterator[None]:
 def is_higher_order(target: object) -> bool:
     """Whether a call target runs a graph of its own (checkpointing, cond, a region compiled once)."""
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def enables_grad(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph turns gradients on."""
+    return node.target is torch._C._set_grad_enabled and bool(node.args[0])
 
 
 def schema_writes(target: object) -> bool:

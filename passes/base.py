@@ -1,7 +1,7 @@
 """What a pass is: a frozen dataclass with a name, called with a graph, that says what it did and what it refused.
 
     Context      what all passes of one compilation are told: the weights to quantize, whether gradients flow
-    Reject       a refusal: the node, and the reason in words
+    Reject       a refusal: where, and the reason in words
     PassResult   how many places were changed, and the refusals
     Pass         the protocol; a pass rewrites the graph in place, or leaves it as it was where it refuses
 
@@ -55,9 +55,9 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reject:
-    """Something that a pass did not do: at which node, and why."""
+    """Something that a pass did not do: where (a layer's path, or a node's name), and why."""
 
-    node: str
+    where: str
     reason: str
 
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from olq_fx.candidates import Candidate
 from olq_fx.passes import canonical
 from olq_fx.passes.base import Reject
-from olq_fx.passes.fxtools import target_name
+from olq_fx.passes.fxtools import caller, target_name
 from olq_fx.passes.linear_forms import LinearUse, contraction_of, resolve
 from olq_fx.passes.weight_views import stored_matrix, uses_of
 from olq_fx.schemes import Slot
@@ -101,11 +101,11 @@ def _uses(weight: Node) -> WeightUses | None:
         operands.append(operand)
         contraction = contraction_of(user, operand)
         if contraction is None:
-            others.append(Reject(user.name, f"used by {target_name(user)}, which is no linear layer"))
+            others.append(Reject(_where(user), f"used by {target_name(user)}, which is no linear layer"))
             continue
         use = contraction if isinstance(contraction, str) else resolve(user, contraction, seen)
         if isinstance(use, str):
-            others.append(Reject(user.name, f"{use} ({target_name(user)})"))
+            others.append(Reject(_where(user), f"{use} ({target_name(user)})"))
         else:
             linear.append(use)
     return WeightUses(weight, tuple(operands), tuple(linear), tuple(others))
@@ -116,9 +116,14 @@ def _without_products_of_weights(uses: WeightUses, operands: Container[Node]) ->
     products = [use for use in uses.linear if use.x in operands]
     if not products:
         return uses
-    rejects = tuple(Reject(use.node.name, "it is multiplied with another weight") for use in products)
+    rejects = tuple(Reject(_where(use.node), "it is multiplied with another weight") for use in products)
     linear = tuple(use for use in uses.linear if use not in products)
     return dataclasses.replace(uses, linear=linear, others=uses.others + rejects)
+
+
+def _where(node: Node) -> str:
+    """A call for reports: the module that makes it, or the node's name."""
+    return caller(node) or node.name
 
 
 def find_linear_uses(gm: GraphModule) -> tuple[Candidate, ...]:

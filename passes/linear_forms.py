@@ -322,11 +322,12 @@ def _einsum(node: Node, operand: Node) -> Contraction | str | None:
         operands = list(operands[0])
     if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
         return "its einsum has other than two operands"
-    second = _pair(*operands, operand)
+    a, b = operands
+    second = _pair(a, b, operand)
     if isinstance(second, str):
         return second
     position = 1 if second else 0
-    x, weight = _ordered(*operands, second)
+    x, weight = _ordered(a, b, second)
     read = read_equation(equation, position, _rank(x))
     return read if isinstance(read, str) else Contraction(x, weight, *read)
 

@@ -1,0 +1,221 @@
+"""The torch.compile backend: converts weights inside the first compilation and hands the rewritten graph on.
+
+    compiled = torch.compile(model, backend=olq_fx.backend("fp8_per_block"))
+    compiled = torch.compile(model, backend="olq_fx", options={"scheme": "mxfp8"})
+
+For each graph that Dynamo captures: who owns its weights (`owners`), what it does with them (`passes.find_uses`), what
+is planned for the root module and converted (`sessions`), then the passes and the inner compiler (`graph_job`,
+`inner`). What Dynamo gets back reads the parameters anew at each call (`compiled`).
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from olq_fx import torch_private
+from olq_fx.compiled import Compiled
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.errors import BackendError, ConfigurationError, OlqFxError
+from olq_fx.graph_job import GraphJob
+from olq_fx.inner import Inner
+from olq_fx.owners import evaluate, is_parameter
+from olq_fx.report import Report
+from olq_fx.sessions import Sessions
+from olq_fx.weights import QuantizedWeight
+
+
+def backend(
+    config: object = None,
+    inner: str | Callable[..., Any] = "inductor",
+    root: nn.Module | None = None,
+    strict: bool = True,
+    dump_dir: str | Path | None = None,
+    **keys: object,
+) -> "Backend":
+    """A backend for torch.compile that quantizes what it compiles.
+
+    The first call of the compiled model converts its planned weights in place and frees the originals; from then on the
+    model is as if `quantize_` had been called.
+
+    Args:
+        config: a scheme name, dictionary, JSON text, path of a file, or QuantizationConfig; None leaves all alone.
+        inner: what compiles the rewritten graph: the name of a backend, or a callable of a graph and its inputs.
+        root: the module to whose tree the paths of patterns are relative, where blocks of it are compiled one by one;
+            by default the module that is given to torch.compile.
+        strict: whether a pattern that matches nothing is an error, or a warning.
+        dump_dir: a folder for the graphs before and after each pass.
+        **keys: further keys of the configuration.
+
+    Raises:
+        ConfigurationError: the configuration has no meaning, or no backend has the name `inner`.
+    """
+    return Backend(QuantizationConfig.parse(config, **keys), Inner.of(inner), root, strict, dump_dir)
+
+
+class Backend:
+    """A backend with its plans and reports; made by `olq_fx.backend`. One may serve several models and threads.
+
+    Attributes:
+        config: what is asked for.
+        strict: whether a pattern that matches nothing is an error.
+    """
+
+    def __init__(
+        self,
+        config: QuantizationConfig,
+        inner: Inner,
+        root: nn.Module | None = None,
+        strict: bool = True,
+        dump_dir: str | Path | None = None,
+    ) -> None:
+        """See `olq_fx.backend`."""
+        self.config = config
+        self.strict = strict
+        self._inner = inner
+        self._sessions = Sessions(config, strict, root)
+        self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._graphs = 0
+        self._lock = threading.RLock()
+        self.__name__ = "olq_fx"
+
+    def __repr__(self) -> str:
+        """What it does, in a line."""
+        return f"olq_fx.backend({json.dumps(self.config.to_dict())}, inner={self._inner.name!r})"
+
+    @property
+    def report(self) -> Report:
+        """What was done with the model that was compiled last.
+
+        Raises:
+            BackendError: nothing with parameters has been compiled yet.
+        """
+        if not self.reports:
+            raise BackendError("nothing has been compiled yet: the first call of the compiled model does that")
+        return self.reports[-1]
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """The reports of all models that are still there, in the order in which they were compiled."""
+        return self._sessions.reports
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile a graph of Dynamo's: what torch.compile calls.
+
+        Our own errors reach the caller of the compiled model as they are: what is returned then raises the error once,
+        and the next call compiles anew. (Raised here, Dynamo would wrap or swallow them.)
+        """
+        frame = torch_private.current_frame()
+        try:
+            return self._compile(frame, gm, example_inputs, mode, options)
+        except OlqFxError as error:
+            if frame is None:
+                raise
+            return functools.partial(_fail, error, frame)
+
+    def _compile(
+        self,
+        frame: torch_private.Frame | None,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        mode: str | None,
+        options: dict[str, Any] | None,
+    ) -> Callable[..., Any]:
+        job = GraphJob(self._sessions, self._inner, gm, frame, mode=mode, options=options, dump_dir=self._dump())
+        live = job.prepare(example_inputs, frame)
+        if frame is not None:
+            _guard_weights(frame, gm, live)
+        compiled = Compiled(job.positions(live), job.variant, job.prepare)
+        compiled.compile(live)
+        return compiled
+
+    def _dump(self) -> Path | None:
+        """A folder for the dumps of one graph."""
+        if self._dump_dir is None:
+            return None
+        with self._lock:
+            self._graphs += 1
+            return self._dump_dir / f"graph_{self._graphs:03}"
+
+
+def _fail(error: OlqFxError, frame: torch_private.Frame, *inputs: Any) -> Any:
+    """Raise an error, once: the next call compiles anew."""
+    torch_private.forget_compiled(frame.code)
+    raise error.with_traceback(None)
+
+
+def _guard_weights(frame: torch_private.Frame, gm: GraphModule, live: Sequence[Any]) -> None:
+    """Let the guards describe the converted weights that now come in, under all the names by which they are reached."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    weights = {id(value): node for node, value in zip(inputs, live, strict=True) if isinstance(value, QuantizedWeight)}
+    reached: dict[int, set[str]] = {key: {str(torch_private.source_name(node))} for key, node in weights.items()}
+    for name in torch_private.guarded_names():
+        value = evaluate(name, frame.scope) if is_parameter(name) else None
+        if id(value) in reached:
+            reached[id(value)].add(name)
+    for key, node in weights.items():
+        torch_private.replace_guards(node, reached[key])
+
+
+def dynamo_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+    **more: Any,
+) -> Callable[..., Any]:
+    """What `torch.compile(model, backend="olq_fx", options={"scheme": "mxfp8", ...})` calls.
+
+    Args:
+        gm: the graph.
+        example_inputs: its inputs.
+        options: `scheme` (or any form of configuration, as `config`), `inner`, `strict`, `root`, `dump_dir`, keys of
+            the configuration; `inner_options` are those of the inner compiler.
+        mode: that of torch.compile.
+        **more: as `options`.
+
+    Raises:
+        ConfigurationError: there is no scheme, or a key that nothing knows.
+    """
+    given = {**(options or {}), **more}
+    inner_options = given.pop("inner_options", None)
+    frame = torch_private.current_frame()
+    try:
+        found = _named_backend(given)
+    except OlqFxError as error:
+        if frame is None:
+            raise
+        return functools.partial(_fail, error, frame)
+    return found(gm, example_inputs, mode=mode, options=inner_options)
+
+
+_NAMED: dict[Any, Backend] = {}
+_NAMED_LOCK = threading.Lock()
+
+
+def _named_backend(options: dict[str, Any]) -> Backend:
+    """The backend for these options: one for equal ones, so that its plans hold over graphs and recompilations."""
+    if "scheme" in options and "config" in options:
+        raise ConfigurationError("options: 'scheme' and 'config' are two names of the same; give one")
+    config = options.get("scheme", options.get("config"))
+    keys = {key: value for key, value in options.items() if key not in ("scheme", "config")}
+    if config is None and not keys:
+        raise ConfigurationError('options: name a scheme, as in options={"scheme": "fp8_per_block"}')
+    key = repr((config, sorted(keys.items(), key=lambda pair: pair[0])))
+    with _NAMED_LOCK:
+        if key not in _NAMED:
+            _NAMED[key] = backend(config, **keys)
+        return _NAMED[key]

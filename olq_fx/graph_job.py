@@ -1,0 +1,192 @@
+"""One graph of Dynamo's on its way to the inner compiler: prepared, rewritten and compiled for given formats.
+
+The graph is kept without any tensor that has data, so that variants for other formats can be compiled later (see
+`compiled`): outside of Dynamo's compilation, with fake inputs, symbolic sizes being those of the first time.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from olq_fx import torch_private
+from olq_fx.compiled import Position, Specs, Step, Variant
+from olq_fx.errors import BackendError, OlqFxError
+from olq_fx.inner import Inner
+from olq_fx.passes import pipeline
+from olq_fx.passes.base import Context, PlannedWeight
+from olq_fx.passes.find_uses import owner_of, weight_uses
+from olq_fx.passes.fxtools import VALUE
+from olq_fx.passes.open_attention import OpenAttention
+from olq_fx.passes.swap import PART
+from olq_fx.sessions import Session, Sessions
+from olq_fx.torch_private import Frame
+from olq_fx.weights import QuantizedWeight, WeightSpec
+
+_SUBCLASS = "olq_fx_subclass"
+"""The key of a graph input's meta: the fake converted weight that Dynamo saw, where it saw one."""
+
+
+class GraphJob:
+    """A captured graph and what is needed to compile it."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        inner: Inner,
+        gm: GraphModule,
+        frame: Frame | None,
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        dump_dir: Path | None = None,
+    ) -> None:
+        """Copy the graph.
+
+        Args:
+            sessions: plans and converts.
+            inner: compiles what comes out.
+            gm: Dynamo's graph, which stays as it is.
+            frame: what runs it.
+            mode, options: of torch.compile, for the inner compiler.
+            dump_dir: a folder for the graph before and after each pass.
+        """
+        self._sessions = sessions
+        self._inner = inner
+        self._code = None if frame is None else frame.code
+        self._mode, self._options, self._dump_dir = mode, options, dump_dir
+        self._sources = [torch_private.source_name(node) for node in _inputs(gm)]
+        self._template = torch_private.copy_graph(gm)
+        self._index = {node.name: i for i, node in enumerate(_inputs(self._template))}
+        self._session: Session | None = None
+        self._variants = 0
+        for node in _inputs(self._template):
+            _hide_subclass(node)
+
+    def prepare(self, values: Sequence[Any], frame: Frame | None = None) -> list[Any]:
+        """Convert what is planned of the weights that come in; what comes in then.
+
+        Args:
+            values: the inputs of the graph.
+            frame: what runs it; where Dynamo has finished, the frame that calls it is looked up.
+        """
+        if frame is None and self._code is not None:
+            frame = torch_private.calling_frame(self._code)
+        live, self._session = self._sessions.prepare(frame, self._template, self._sources, values)
+        return live
+
+    def positions(self, live: Sequence[Any]) -> tuple[Position, ...]:
+        """The inputs that are used as linear layers and are owned by somebody."""
+        scratch = torch_private.copy_graph(self._template)
+        OpenAttention()(scratch)
+        found = []
+        for uses in weight_uses(scratch):
+            owner = owner_of(uses.weight)
+            if uses.linear and owner is not None and isinstance(live[self._index[uses.weight.name]], nn.Parameter):
+                found.append(Position(self._index[uses.weight.name], uses.weight.name, owner.names[0]))
+        return tuple(found)
+
+    def variant(self, positions: Sequence[Position], specs: Specs, live: Sequence[Any] | None) -> Variant:
+        """Rewrite and compile the graph.
+
+        Args:
+            positions: its weights.
+            specs: their formats, None for those in original precision.
+            live: what comes in, within Dynamo's compilation; None after it.
+
+        Raises:
+            BackendError: the inner compiler failed.
+        """
+        gm = torch_private.copy_graph(self._template)
+        weights = tuple(
+            _planned(position, spec) for position, spec in zip(positions, specs, strict=True) if spec is not None
+        )
+        values = [node.meta.get(VALUE) for node in _inputs(gm)] if live is None else live
+        swapped = {weight.placeholder for weight in weights}
+        gradients = _gradients(gm, (v for v, node in zip(values, _inputs(gm), strict=True) if node.name not in swapped))
+        records = pipeline.run(gm, Context(weights, gradients), dump_dir=self._next_dump())
+        self._report(records)
+        steps = [self._step(node) for node in _inputs(gm)]
+        inputs = [_input(node, step, live) for node, step in zip(_inputs(gm), steps, strict=True)]
+        return Variant(specs, positions, steps, self._compiled(gm, inputs))
+
+    def _compiled(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return self._inner.compile(gm, inputs, mode=self._mode, options=self._options, tag=self._sessions.tag)
+        except OlqFxError:
+            raise
+        except Exception as error:
+            if torch_private.steers_dynamo(error):
+                raise
+            raise BackendError(
+                f"the inner compiler {self._inner.name!r} failed on the quantized graph, which is whole and works without "
+                f"torch.compile: {type(error).__name__}: {error}"
+            ) from error
+
+    def _step(self, node: Node) -> Step:
+        """Where an input of the rewritten graph comes from."""
+        name, part = node.meta.get(PART, (node.name, None))
+        return Step(self._index[name], part)
+
+    def _report(self, records: Iterable[pipeline.PassRecord]) -> None:
+        if self._session is not None and self._session.report is not None:
+            for record in records:
+                for reject in record.rejects:
+                    self._session.report.refuse(record.name, reject.where, reject.reason)
+
+    def _next_dump(self) -> Path | None:
+        self._variants += 1
+        folder = self._dump_dir
+        return folder if folder is None or self._variants == 1 else folder / f"variant_{self._variants}"
+
+
+def _inputs(gm: GraphModule) -> list[Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def _hide_subclass(node: Node) -> None:
+    """Let the passes see a plain matrix where Dynamo saw a converted weight."""
+    value = node.meta.get(VALUE)
+    if isinstance(value, QuantizedWeight):
+        mode = torch_private.fake_mode_of(value.parts)
+        node.meta[_SUBCLASS] = value
+        node.meta[VALUE] = torch_private.fake_like(mode, value, value.device)
+
+
+def _planned(position: Position, spec: WeightSpec) -> PlannedWeight:
+    return PlannedWeight(
+        placeholder=position.placeholder,
+        path=position.path,
+        weight=spec.weight,
+        activation=spec.activation,
+        activation_rule=spec.activation_rule,
+        transposed=spec.transposed,
+    )
+
+
+def _gradients(gm: GraphModule, values: Iterable[Any]) -> bool:
+    """Whether gradients may flow through a graph with these inputs."""
+    enabled = torch.is_grad_enabled() or any(
+        torch_private.enables_grad(node) for node in gm.graph.nodes if node.op == "call_function"
+    )
+    return enabled and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def _input(node: Node, step: Step, live: Sequence[Any] | None) -> Any:
+    """What the inner compiler is given for an input: what comes in, or a fake of it."""
+    if live is None:
+        return node.meta.get(_SUBCLASS, node.meta.get(VALUE))
+    value = live[step.index]
+    if not isinstance(value, QuantizedWeight):
+        return value
+    tensor = value if step.part is None else value.ready().parts[step.part]
+    mode = torch_private.fake_mode_of([node.meta.get(VALUE)])
+    if mode is not None:
+        # AOTAutograd asks for the same fake again, and so takes the weight's extents for static.
+        with contextlib.suppress(NotImplementedError):
+            node.meta[VALUE] = torch_private.to_fake(mode, tensor)
+    return tensor
