@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from olq_fx import numerics
 from olq_fx.errors import ConversionError
 from olq_fx.formats import Format
 from olq_fx.numerics import Parts, part_specs
@@ -36,6 +37,10 @@ def convert_into(parts: Parts, source: Tensor, format: Format, rule: str) -> Non
     """Quantize `source` (N, K) and write it into existing parts; the bytes equal those of quantizing at once."""
     n, k = source.shape
     device = parts[0].device
+    if not source.numel():
+        for part, found in zip(parts, numerics.quantize(source, format, rule), strict=True):
+            part.copy_(found)
+        return
     largest = None
     if (None, None) in (format.group, format.coarse):
         largest = _largest(source, finite_only=format.coarse is not None)
