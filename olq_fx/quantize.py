@@ -74,12 +74,11 @@ def _original_module(model: nn.Module) -> nn.Module:
 
 def _traced(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[Candidate, ...]:
     """The candidates of the module tree with what a traced call shows."""
-    from olq_fx import passes
+    from olq_fx.passes.capture import linear_uses
 
     if isinstance(example_inputs, Mapping):
-        args, kwargs = (), dict(example_inputs)
-    elif isinstance(example_inputs, torch.Tensor):
-        args, kwargs = (example_inputs,), {}
+        found = linear_uses(model, (), example_inputs)
     else:
-        args, kwargs = tuple(example_inputs), {}
-    return combine(candidates_of(model), passes.find_linear_uses_of(model, args, kwargs))
+        one = isinstance(example_inputs, torch.Tensor)
+        found = linear_uses(model, (example_inputs,) if one else tuple(example_inputs))
+    return combine(candidates_of(model), found)
