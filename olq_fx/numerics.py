@@ -184,7 +184,8 @@ def _four_over_six(grouped: Tensor, amax: Tensor, unit: Tensor, scale_for_6: Ten
 
     def error(scale: Tensor) -> Tensor:
         decoded = scale.to(torch.float32)
-        return _sum_of_squares(scaled - elements.round_e2m1(_quotient(grouped, decoded * unit)) * decoded / 6.0)
+        values = elements.round_e2m1(_quotient(grouped, decoded * unit)) * decoded
+        return _sum_of_squares(scaled - values / scales.constant(6.0, values))
 
     better = (error(scale_for_4) < error(scale_for_6)) & (amax / (unit * 4.0) <= scales.E4M3_SCALE_MAX)
     # Chosen as float32: torch has no `where` for float8 on every device.
@@ -242,7 +243,7 @@ def _coarse_group(format: Format) -> Group:
 
 
 def _coarse_factor(coarse: Tensor, format: Format) -> Tensor:
-    return 1.0 / coarse if _stores_reciprocal(format) else coarse
+    return scales.constant(1.0, coarse) / coarse if _stores_reciprocal(format) else coarse
 
 
 def _stores_reciprocal(format: Format) -> bool:

@@ -30,9 +30,18 @@ def finite(amax: Tensor) -> Tensor:
     return amax < float("inf")
 
 
+def constant(value: float, like: Tensor) -> Tensor:
+    """`value` as a float32 tensor without dimensions on the device of `like`: an operand of a true division.
+
+    With a Python number `/` is no division everywhere: `number / tensor` multiplies by a rounded reciprocal, and on
+    CUDA `tensor / number` does too.
+    """
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
 def float32_scale(amax: Tensor, largest: float) -> Tensor:
     """`amax / largest` by true division, at least `FLOOR`; NaN for a non-finite group."""
-    return torch.where(finite(amax), (amax / largest).clamp(min=FLOOR), float("nan"))
+    return torch.where(finite(amax), (amax / constant(largest, amax)).clamp(min=FLOOR), float("nan"))
 
 
 def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
@@ -42,7 +51,7 @@ def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
 
 def e8m0_above(amax: Tensor, largest: float) -> Tensor:
     """The e8m0 byte of the least power of two >= the float32 quotient `amax / largest` (`ceil` of mxfp8)."""
-    bits = (amax / largest).view(torch.int32)
+    bits = (amax / constant(largest, amax)).view(torch.int32)
     above = ((bits & _MANTISSA_MASK) != 0).to(torch.int32)
     return e8m0_byte((bits >> _MANTISSA_BITS) + above, amax)
 
@@ -91,6 +100,5 @@ def nvfp4_reciprocal(amax: Tensor) -> Tensor:
     This is how compressed-tensors stores it, and g = fl(1 / G) everywhere. So the floor of scales does not apply
     here: with amax just above where G overflows (below 2^-114), g is subnormal, but never below 2^-128.
     """
-    # A tensor as the dividend: `number / tensor` is a rounded reciprocal times the number.
-    reciprocal = torch.full_like(amax, NVFP4_RANGE) / amax
+    reciprocal = constant(NVFP4_RANGE, amax) / amax
     return torch.where(finite(reciprocal), reciprocal, 1.0)
