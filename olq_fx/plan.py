@@ -35,7 +35,7 @@ COLUMNS: Mapping[str, Literal["left", "right"]] = {
     "shape": "left",
     "dtype": "left",
     "status": "left",
-    "formats (weight / activation)": "left",
+    "weight / activation": "left",
     "kernel": "left",
     "bytes": "right",
     "why": "left",
@@ -101,13 +101,13 @@ class PlanRow:
 
     def cells(self, status: str) -> tuple[str, ...]:
         """The row for people, as `COLUMNS` has them; `status` is what to say of it."""
-        ties = f" (= {', '.join(self.names[1:])})" if self.names[1:] else ""
+        ties = f"also {', '.join(self.names[1:])}" if self.names[1:] else ""
         after = "" if self.slot is None else f" -> {size_of(self.bytes_after)}"
-        why = "; ".join(part for part in (self.reason, self.warning, self.kernel_reason) if part)
+        why = "; ".join(part for part in (self.reason, self.warning, self.kernel_reason, ties) if part)
         shape = " x ".join(map(str, self.shape))
         dtype = str(self.dtype).removeprefix("torch.")
         size = size_of(self.bytes_before) + after
-        return (self.path + ties, self.kind, shape, dtype, status, self.formats, self.kernel, size, why)
+        return (self.path, self.kind, shape, dtype, status, self.formats, self.kernel, size, why)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

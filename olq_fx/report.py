@@ -165,7 +165,7 @@ class Report:
         lines = []
         if self.frozen:
             some = ", ".join(self.frozen[:3]) + (", ..." if self.frozen[3:] else "")
-            lines.append(f"frozen, were trainable: {len(self.frozen)} weights ({some})")
+            lines.append(f"were trainable and are frozen now ({len(self.frozen)}): {some}")
         if self.already and not self.converted and not self.pending:
             lines.append("nothing to do: the requested layers were quantized before")
         lines += [f"refused: {r.what} at {r.where}: {r.reason}" for r in self.refusals]

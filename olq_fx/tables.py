@@ -9,24 +9,29 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-_WIDTH = 160
+_LAST_COLUMN = 60
+"""Characters of the last column before it wraps; the others never do, so that what they say can be copied."""
 
 
 def table_of(columns: Mapping[str, Literal["left", "right"]], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text, in the order of `columns`, whose values say how each is aligned."""
+    """A table as text, in the order of `columns`, whose values say how each is aligned; only the last one wraps."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(header_style="")
-    for column, justify in columns.items():
-        table.add_column(column, overflow="fold", justify=justify)
-    for row in rows:
+    listed = [tuple(row) for row in rows]
+    table = Table(header_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+    *fixed, last = columns
+    for column in fixed:
+        table.add_column(column, no_wrap=True, justify=columns[column])
+    table.add_column(last, overflow="fold", justify=columns[last], max_width=_LAST_COLUMN)
+    for row in listed:
         table.add_row(*row)
+    widest = sum(max(len(cell) for cell in column) for column in zip(fixed, *listed, strict=False))
+    width = widest + _LAST_COLUMN + 3 * len(columns)
     text = io.StringIO()
-    Console(
-        file=text, width=_WIDTH, no_color=True, force_jupyter=False, highlight=False, markup=False, emoji=False
-    ).print(table)
-    return text.getvalue().rstrip()
+    Console(file=text, width=width, no_color=True, highlight=False, markup=False, emoji=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
 
 
 def size_of(count: int) -> str:
