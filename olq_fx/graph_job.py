@@ -123,8 +123,8 @@ class GraphJob:
             if torch_private.steers_dynamo(error):
                 raise
             raise BackendError(
-                f"the inner compiler {self._inner.name!r} failed on the quantized graph, which is whole and works without "
-                f"torch.compile: {type(error).__name__}: {error}"
+                f"the inner compiler {self._inner.name!r} failed on the quantized graph; the model is whole and works "
+                f"without torch.compile: {type(error).__name__}: {error}"
             ) from error
 
     def _step(self, node: Node) -> Step:

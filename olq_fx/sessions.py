@@ -24,11 +24,10 @@ from olq_fx.candidates import Candidate, candidates_of, combine, module_paths, p
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import PlanError
 from olq_fx.owners import Ownership
-from olq_fx.passes.find_uses import Owner, annotate_owners, find_linear_uses
+from olq_fx.passes.find_uses import annotate_owners, find_linear_uses, merged, owner_of_parameter
 from olq_fx.passes.open_attention import OpenAttention
 from olq_fx.plan import Plan, PlanRow, make_plan
 from olq_fx.report import Report
-from olq_fx.schemes import Slot
 from olq_fx.weights import QuantizedWeight
 
 _NOT_SEEN = "no compiled graph has used it so far"
@@ -102,9 +101,14 @@ class Sessions:
         with self._lock:
             session = self._session(owned, frame)
             inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-            owners = {inputs[i]: _owner(owned, names, values[i]) for i, names in owned.names.items()}
+            owners = {
+                inputs[i]: owner_of_parameter(names, values[i], owned.obstacles.get(names[0], ""))
+                for i, names in owned.names.items()
+            }
             annotate_owners(graph, owners)
-            session.uses.update((candidate.path, candidate) for candidate in _uses(graph))
+            for candidate in _uses(graph):
+                known = session.uses.get(candidate.path)
+                session.uses[candidate.path] = candidate if known is None else merged(known, candidate)
             plan, waiting = self._plan(session, owned)
             if any(_without_data(values[i]) for i in owned.names):
                 return list(values), session
@@ -182,23 +186,6 @@ def _uses(graph: GraphModule) -> tuple[Candidate, ...]:
     scratch = torch_private.copy_graph(graph)
     OpenAttention()(scratch)
     return find_linear_uses(scratch)
-
-
-def _owner(owned: Ownership, names: tuple[str, ...], value: nn.Parameter) -> Owner:
-    current, rules = None, None
-    if isinstance(value, QuantizedWeight):
-        spec = value.spec
-        current = Slot(spec.weight, spec.activation or None)
-        rules = (spec.weight_rule, spec.activation_rule)
-    return Owner(
-        names=names,
-        dtype=value.dtype,
-        device=value.device,
-        trainable=value.requires_grad,
-        current=current,
-        current_rules=rules,
-        obstacle=owned.obstacles.get(names[0], ""),
-    )
 
 
 def _obstructed(candidate: Candidate, owned: Ownership) -> Candidate:

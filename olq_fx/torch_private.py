@@ -8,6 +8,7 @@ it has recorded, how tensors become fake, how Inductor is called, and what enter
 # (what is private is exported to nobody)
 
 import contextlib
+import copy
 import dataclasses
 import sys
 import types
@@ -105,6 +106,35 @@ def steers_dynamo(error: Exception) -> bool:
 
     names = ("TensorifyScalarRestartAnalysis", "RestartAnalysis", "SkipFrame")
     return isinstance(error, tuple(getattr(exc, name) for name in names if hasattr(exc, name)))
+
+
+@contextlib.contextmanager
+def trace_unnoticed() -> Iterator[Callable[[], None]]:
+    """Trace with Dynamo, and leave nothing behind that the user's own compilations would notice.
+
+    Yields a function to be called within each compilation. Afterwards the code that was compiled in the meantime only
+    is forgotten, and so are the sizes seen (from which Dynamo guesses what is dynamic).
+    """
+    import torch._dynamo.config as dynamo_config
+    from torch._dynamo import pgo
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    seen = copy.deepcopy(pgo.get_code_state())
+    fresh: list[types.CodeType] = []
+
+    def compiling() -> None:
+        frame = current_frame()
+        if frame is not None and not _debug_get_cache_entry_list(frame.code):
+            fresh.append(frame.code)
+
+    try:
+        with dynamo_config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+            yield compiling
+    finally:
+        for code in fresh:
+            forget_compiled(code)
+        pgo.get_code_state().clear()
+        pgo.get_code_state().update(seen)
 
 
 # Dynamo: the inputs of a graph
@@ -222,6 +252,14 @@ def to_fake(mode: Any, tensor: Tensor) -> Tensor:
     return fake
 
 
+def fake_copy(mode: Any, model: nn.Module) -> nn.Module:
+    """A deep copy of a module in which every tensor is fake; ties between parameters are kept."""
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    with FakeCopyMode(mode):
+        return copy.deepcopy(model)
+
+
 def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
     """A fake tensor of the shape and dtype of `tensor` on a device."""
     with mode:
@@ -317,15 +355,6 @@ def inductor_sources(compiled: Callable[..., Any], *args: Any, **kwargs: Any) ->
     ):
         compiled(*args, **kwargs)
     return found
-
-
-@contextlib.contextmanager
-def only_this_compilation() -> Iterator[None]:
-    """Trace with Dynamo for ourselves: scalars stay in the graph, and no counter of the user's compilations moves."""
-    import torch._dynamo.config as dynamo_config
-
-    with dynamo_config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
-        yield
 
 
 # Graphs

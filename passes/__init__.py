@@ -1,1 +1,26 @@
-"""Graph passes of olq_fx, one a file; `pipeline` holds their order."""
+"""Graph passes of olq_fx, one a file; `pipeline` holds their order.
+
+- `base`: what a pass is and what it is told; `fxtools`: small tools for graphs; `pipeline`: the order, and the runner.
+- `weight_views`, `linear_forms`, `find_uses`: how a weight is seen, the ways of writing a linear layer, who uses what.
+- `inline`, `open_attention`: functions of torch that hide linear layers, opened.
+- `canonicalize`, `annotate`, `swap`, `share_quantization`, `fuse_residual`, `clean_up`: the passes.
+- `canonical`: the form of a linear layer between them.
+- `capture`: the same matching for `quantize_(example_inputs=...)`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from olq_fx.candidates import Candidate
+
+
+def find_linear_uses_of(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> "tuple[Candidate, ...]":
+    """See `olq_fx.passes.capture.linear_uses`, which is loaded when it is asked for."""
+    from olq_fx.passes.capture import linear_uses
+
+    return linear_uses(model, args, kwargs)

@@ -3,6 +3,7 @@
     annotate_owners(gm, owners)        says on each input whose parameter it is
     weight_uses(gm) -> tuple[WeightUses, ...]
     find_linear_uses(gm) -> tuple[Candidate, ...]     the same as candidates for a plan
+    merged(first, second) -> Candidate                of one weight that two graphs use
 
 Only inputs with an owner are looked at: parameters, not activations or buffers.
 """
@@ -11,6 +12,7 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from olq_fx.candidates import Candidate
@@ -20,8 +22,10 @@ from olq_fx.passes.fxtools import caller, target_name
 from olq_fx.passes.linear_forms import LinearUse, contraction_of, resolve
 from olq_fx.passes.weight_views import stored_matrix, uses_of
 from olq_fx.schemes import Slot
+from olq_fx.weights import QuantizedWeight
 
 _OWNER = "olq_fx_owner"
+_TWO_ORIENTATIONS = "it is used both as (N, K) and as (K, N), so that its reduction axis is not one"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,24 @@ class WeightUses:
     operands: tuple[Node, ...]
     linear: tuple[LinearUse, ...]
     others: tuple[Reject, ...]
+
+
+def owner_of_parameter(names: tuple[str, ...], parameter: Tensor, obstacle: str = "") -> Owner:
+    """The owner of a parameter with these paths, converted or not."""
+    current, rules = None, None
+    if isinstance(parameter, QuantizedWeight):
+        spec = parameter.spec
+        current = Slot(spec.weight, spec.activation or None)
+        rules = (spec.weight_rule, spec.activation_rule)
+    return Owner(
+        names=names,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        trainable=parameter.requires_grad,
+        current=current,
+        current_rules=rules,
+        obstacle=obstacle,
+    )
 
 
 def annotate_owners(gm: GraphModule, owners: Mapping[str, Owner]) -> None:
@@ -138,9 +160,7 @@ def _candidate(uses: WeightUses) -> Candidate:
     matrix = uses.linear[0].matrix if uses.linear else None
     view = stored_matrix(uses.weight)
     assert view is not None
-    blocked = owner.obstacle
-    if len(orientations) > 1:
-        blocked = blocked or "it is used both as (N, K) and as (K, N), so that its reduction axis is not one"
+    blocked = owner.obstacle or (_TWO_ORIENTATIONS if len(orientations) > 1 else "")
     left_alone = "; ".join(dict.fromkeys(reject.reason for reject in uses.others))
     module_path = owner.names[0].rpartition(".")[0]
     return Candidate(
@@ -159,4 +179,21 @@ def _candidate(uses: WeightUses) -> Candidate:
         current=owner.current,
         current_rules=owner.current_rules,
         trainable=owner.trainable,
+    )
+
+
+def merged(first: Candidate, second: Candidate) -> Candidate:
+    """What two graphs together show of one weight: it is a linear layer only if it is one in each."""
+    known, other = (first, second) if first.use_known or not second.use_known else (second, first)
+    blocked = second.blocked or first.blocked
+    if known.use_known and other.use_known and known.transposed != other.transposed:
+        blocked = blocked or _TWO_ORIENTATIONS
+    reasons = [reason for one in (first, second) for reason in one.left_alone.split("; ") if reason]
+    return dataclasses.replace(
+        second,
+        shape=known.shape,
+        transposed=known.transposed,
+        use_known=known.use_known,
+        left_alone="; ".join(dict.fromkeys(reasons)),
+        blocked=blocked,
     )
