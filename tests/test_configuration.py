@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import json
 import pickle
+from typing import Any
 
 import pytest
 
-from olq_fx.configuration import QuantizationConfig, ScaleRules
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.configuration_values import ScaleRules
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, OlqFxError
 from olq_fx.formats import FORMATS
 from olq_fx.schemes import SCHEMES, Slot
@@ -356,7 +358,12 @@ def test_keyword_arguments_are_keys():
 
 
 def test_the_constructor_takes_what_the_dictionary_takes():
-    given = {"quantization": "fp8-per-block", "moe": {"activation": None}, "ignore": "a", "mxfp4_scale": "even"}
+    given: dict[str, Any] = {
+        "quantization": "fp8-per-block",
+        "moe": {"activation": None},
+        "ignore": "a",
+        "mxfp4_scale": "even",
+    }
     assert QuantizationConfig(**given) == QuantizationConfig.parse(given)
     assert QuantizationConfig().nothing
     assert QuantizationConfig(targets={"a": "fp8"}) == QuantizationConfig.parse({"targets": {"a": "fp8"}})
@@ -374,9 +381,9 @@ def test_it_is_a_value():
     assert dataclasses.replace(config) == config
     assert dataclasses.replace(config, ignore=("b",)).ignore == ("b",)
     targets = QuantizationConfig.parse({"targets": {"a": "fp8"}})
-    assert dataclasses.replace(targets, ignore="b").targets == targets.targets
+    assert dataclasses.replace(targets, ignore=("b",)).targets == targets.targets
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.ignore = ()
+        config.ignore = ()  # type: ignore[misc]
     assert config != QuantizationConfig.parse("fp8")
 
 
