@@ -88,6 +88,10 @@ class Backend:
         """What it does, in a line."""
         return f"olq_fx.backend({json.dumps(self.config.to_dict())}, inner={self._inner.name!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
+        """Itself: a copy of a compiled model is one more model that it serves."""
+        return self
+
     @property
     def report(self) -> Report:
         """What was done with the model that was compiled last.
@@ -212,7 +216,7 @@ def _named_backend(options: dict[str, Any]) -> Backend:
         raise ConfigurationError("options: 'scheme' and 'config' are two names of the same; give one")
     config = options.get("scheme", options.get("config"))
     keys = {key: value for key, value in options.items() if key not in ("scheme", "config")}
-    if config is None and not keys:
+    if config is None and not set(keys) - {"inner", "root", "strict", "dump_dir"}:
         raise ConfigurationError('options: name a scheme, as in options={"scheme": "fp8_per_block"}')
     key = repr((config, sorted(keys.items(), key=lambda pair: pair[0])))
     with _NAMED_LOCK:

@@ -197,7 +197,7 @@ def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
     if context is None:
         return
     guards = context.guards_context.dynamo_guards
-    stale = set(names)
+    stale = {f"{name}{part}" for name in names for part in ("", ".codes", ".scale", ".coarse")}
     for guard in [guard for guard in guards if guard.name in stale and _describes_tensor(guard)]:
         guards.inner.discard(guard)
     argument = node.meta.get("grapharg")
@@ -264,6 +264,14 @@ def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
     """A fake tensor of the shape and dtype of `tensor` on a device."""
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def known_extent(extent: Any) -> Any:
+    """An extent as a number if it is one, though it may be written as a symbolic one."""
+    if isinstance(extent, torch.SymInt):
+        number = extent.node.maybe_as_int()
+        return extent if number is None else number
+    return extent
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:

@@ -97,7 +97,7 @@ class Emitter:
         """An extent of a tensor: a number where it is static, else a node."""
         tensor = tensor_of(node)
         assert tensor is not None
-        extent = tensor.shape[dim]
+        extent = torch_private.known_extent(tensor.shape[dim])
         return extent if isinstance(extent, int) else self.method("size", node, dim % tensor.dim())
 
     def times(self, *factors: Any) -> Any:

@@ -53,7 +53,7 @@ class Swap:
     def _swap(self, node: Node, planned: PlannedWeight, parts: list[Node]) -> None:
         emit = Emitter(node)
         x, weight, bias = node.args
-        rows = tensor_of(weight).shape[1 if planned.transposed else 0]  # type: ignore[union-attr]
+        rows, k = _extents(weight, planned)
         start, stop = node.kwargs["start"], node.kwargs["stop"]
         assert isinstance(start, int)
         assert isinstance(stop, int)
@@ -64,13 +64,13 @@ class Swap:
             parts = _rows(emit, parts, format, start - skip, stop)
             if skip and bias is not None:
                 bias = emit.call(functional.pad, bias, (skip, 0))
-        y = self._product(emit, planned, x, parts, bias)
+        y = self._product(emit, planned, x, k, parts, bias)
         if skip:
             y = emit.call(operator.getitem, y, (slice(None), slice(skip, None)))
             y = emit.method("contiguous", y)
         replace(node, y)
 
-    def _product(self, emit: Emitter, planned: PlannedWeight, x: Any, parts: list[Node], bias: Any) -> Node:
+    def _product(self, emit: Emitter, planned: PlannedWeight, x: Any, k: int, parts: list[Node], bias: Any) -> Node:
         ops = torch.ops.olq_fx
         if self.context.gradients or not planned.activation:
             formats = (planned.weight, planned.activation, planned.activation_rule)
@@ -81,14 +81,22 @@ class Swap:
         count = FORMATS[planned.activation].levels + 1
         pieces = [emit.call(operator.getitem, quantized, index) for index in range(count)]
         sides = (pieces, planned.activation, parts, planned.weight)
-        return emit.call(ops.quantized_linear.default, *sides, tensor.shape[1], tensor.dtype, bias, None)
+        return emit.call(ops.quantized_linear.default, *sides, k, tensor.dtype, bias, None)
+
+
+def _extents(weight: Any, planned: PlannedWeight) -> tuple[int, int]:
+    """(N, K) of a weight."""
+    tensor = tensor_of(weight)
+    assert tensor is not None
+    first, second = tensor.shape
+    return (second, first) if planned.transposed else (first, second)
 
 
 def _part_inputs(weight: Node, planned: PlannedWeight) -> list[Node]:
     """Graph inputs for the parts of a weight, after the input of the weight itself."""
     tensor = tensor_of(weight)
     assert tensor is not None
-    rows, k = reversed(tensor.shape) if planned.transposed else tensor.shape
+    rows, k = _extents(weight, planned)
     mode = torch_private.fake_mode_of([tensor])
     found = []
     after = weight
