@@ -24,7 +24,7 @@ from torch import Tensor
 from olq_fx import numerics
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import get_format
-from olq_fx.kernels import reference
+from olq_fx.kernels import native, reference
 
 _SCHEMAS = (
     "quantize(Tensor x, str format, str rule) -> Tensor[]",
@@ -174,6 +174,7 @@ def _register() -> None:
     for implementation, fake, (backward, setup) in zip(implementations, fakes, gradients, strict=True):
         name = f"olq_fx::{implementation.__name__}"
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, getattr(native, implementation.__name__), "CPU")
         torch.library.register_fake(name, fake, lib=_LIBRARY)
         torch.library.register_autograd(name, backward, setup_context=setup, lib=_LIBRARY)
 

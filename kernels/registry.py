@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 from olq_fx.formats import FORMATS
+from olq_fx.kernels import native
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _native_cpu(product: Product) -> str:
         return f"runs on cpu, not on {product.device_type}"
     if product.kind != "linear":
         return f"runs linear layers, not {product.kind}"
-    return "no native kernels yet"
+    return native.why_not()
 
 
 def _reference(product: Product) -> str:
