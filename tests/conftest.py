@@ -39,7 +39,8 @@ class Quantized:
     @property
     def converted(self) -> tuple[str, ...]:
         """The paths of what was converted, in the order of the model."""
-        return tuple(row.path for row in self.report.converted)
+        paths: tuple[str, ...] = self.report.converted
+        return paths
 
     def __call__(self, *args: Any) -> Any:
         with torch.no_grad():

