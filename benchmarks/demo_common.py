@@ -18,13 +18,14 @@ os.environ["HF_HUB_OFFLINE"] = (
 )
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import olq_fx
 
-CONSOLE = Console()
+CONSOLE = Console() if sys.stdout.isatty() else Console(width=120)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -142,9 +143,9 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A rich table, the first column to the left and numbers to the right."""
-    result = Table(title=title, title_justify="left", header_style="bold")
+    result = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        result.add_column(column, justify="right" if number else "left", no_wrap=True)
+        result.add_column(column, justify="right" if number else "left", vertical="bottom")
     for row in rows:
         result.add_row(*row)
     return result

@@ -9,7 +9,7 @@ gguf_packages.py); `--model FOLDER` any decoder that transformers reads. For eac
 - `perplexity`: of the held-out text,
 - `KL`: of the distribution of the next token from the unquantized model's, mean, in nats,
 - `top-1`: at how many positions the likeliest next token stays the same,
-- `routes`: whether `quantize_` and `backend(inner="eager")` give the same bits,
+- `routes`: whether `quantize_` and `backend(inner="eager")` give the same logits, bit by bit,
 - `eager`: time of one window of text after `quantize_`,
 - `compiled`, `compilations`: the same through `torch.compile(model, backend=olq_fx.backend(scheme))`.
 """
@@ -18,7 +18,7 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,15 @@ COMPILED = ("fp8_per_block", "mxfp8", "int8")
 PROMPT = "The city of London is"
 COLUMNS = (
     "scheme",
-    "layers",
-    "model",
-    "SQNR",
+    "layers MB",
+    "model MB",
+    "SQNR dB",
     "perplexity",
     "KL",
     "top-1",
     "routes",
-    "eager",
-    "compiled",
+    "eager ms",
+    "compiled ms",
     "compilations",
 )
 
@@ -90,15 +90,15 @@ class Result:
         """The row as text."""
         return [
             self.scheme,
-            f"{self.size.layers_after / 1e6:.2f} MB",
-            f"{self.size.model_after / 1e6:.2f} MB",
-            "" if self.sqnr is None else f"{self.sqnr:.1f} dB",
+            f"{self.size.layers_after / 1e6:.2f}",
+            f"{self.size.model_after / 1e6:.2f}",
+            "" if self.sqnr is None else f"{self.sqnr:.1f}",
             f"{self.quality.perplexity:.2f}",
             f"{self.quality.divergence:.5f}",
             f"{self.quality.top1:.1%}",
-            "" if self.same is None else "same bits" if self.same else "DIFFER",
-            f"{self.eager:.0f} ms",
-            "" if self.compiled is None else f"{self.compiled:.0f} ms",
+            "" if self.same is None else "same" if self.same else "DIFFER",
+            f"{self.eager:.0f}",
+            "" if self.compiled is None else f"{self.compiled:.0f}",
             "" if self.compilations is None else str(self.compilations),
         ]
 
@@ -106,7 +106,7 @@ class Result:
 class Decoder:
     """A model, windows of text, and what the unquantized model makes of them."""
 
-    def __init__(self, folder: Path, tokens: int, window: int) -> None:
+    def __init__(self, folder: Path, tokens: int, window: int = 128) -> None:
         transformers = load_transformers()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -193,15 +193,16 @@ def run(decoder: Decoder, scheme: str, compiled: bool, say: Callable[[str], None
     )
 
 
-def run_all(folder: Path, tokens: int, window: int, compiled: tuple[str, ...]) -> list[Result]:
+def run_all(folder: Path, tokens: int, schemes: Sequence[str], everything: bool) -> list[Result]:
     """The rows of the table, the unquantized model first."""
     with progress() as bar:
-        task = bar.add_task("load the model", total=len(SCHEMES) + 1)
-        decoder = Decoder(folder, tokens, window)
+        task = bar.add_task("load the model", total=len(schemes) + 1)
+        decoder = Decoder(folder, tokens)
         results = [decoder.original()]
-        for scheme in SCHEMES:
+        for scheme in schemes:
             bar.advance(task)
-            results.append(run(decoder, scheme, scheme in compiled, lambda text: bar.update(task, description=text)))
+            compiled = everything or scheme in COMPILED
+            results.append(run(decoder, scheme, compiled, lambda text: bar.update(task, description=text)))
         bar.advance(task)
     return results
 
@@ -219,6 +220,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="tiny (default), qwen, or a folder in Hugging Face's layout")
     parser.add_argument("--tokens", type=int, help="length of the text (default 8192, for other models than tiny 512)")
     parser.add_argument("--all", action="store_true", help=f"compile every scheme, not only {', '.join(COMPILED)}")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=list(SCHEMES), metavar="SCHEME")
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results/demo_llm.md too")
     arguments = parser.parse_args()
     folder = folder_of(arguments.model)
@@ -226,7 +228,7 @@ def main() -> None:
         give_up(f"there is no model in {folder}: config.json is missing")
     tokens = arguments.tokens or (8192 if arguments.model == "tiny" else 512)
     start = time.perf_counter()
-    results = run_all(folder, tokens, 128, tuple(SCHEMES) if arguments.all else COMPILED)
+    results = run_all(folder, tokens, arguments.schemes, arguments.all)
     rows = [result.cells() for result in results]
     CONSOLE.print(table(f"{folder.name}, {tokens} tokens of text", COLUMNS, rows))
     CONSOLE.print(table("What it says", ("scheme", "sentence"), [(r.scheme, r.sentence) for r in results]))
