@@ -7,7 +7,7 @@ API:
     .slot(kind)                  the Slot for a kind ("linear" | "moe"; an embedding counts as linear), or None
     .asks_moe                    whether `moe` was asked for itself, not as part of a scheme
     .nothing                     whether it is `none`: leave everything alone
-    .weight_rule(format_name), .activation_rule(format_name)    the scale rule under the options
+    .rules(slot), .weight_rule(format_name), .activation_rule(format_name)    scale rules under the options
 
 Fields hold what was resolved: `quantization` is the canonical name of a scheme or None, `linear` and `moe` are the
 slots in force (the scheme's own, unless replaced), `targets` a tuple of (pattern, Slot), sorted.
@@ -192,6 +192,10 @@ class QuantizationConfig:
             return self.moe
         return self.linear
 
+    def rules(self, slot: Slot) -> tuple[str, str]:
+        """The scale rules of a slot's weight and activation; "" for activations in original precision."""
+        return self.weight_rule(slot.weight), self.activation_rule(slot.activation) if slot.activation else ""
+
     def weight_rule(self, name: str) -> str:
         """The scale rule by which weights of the format called `name` are converted."""
         format = get_format(name)
@@ -244,7 +248,10 @@ def _known_keys(given: Mapping[str, object]) -> dict[str, Any]:
     for key in given:
         if key not in _KEYS:
             known = [*_KEYS, *sources.KEY_ALIASES, sources.NESTED]
-            raise ConfigurationError(f"unknown key {shown(key)} in the configuration; {nearest(key, known)}")
+            close = nearest(key, known)
+            if not close.startswith("did you mean") and not any(name in _KEYS for name in given):
+                close += "; configurations of single components are not available in this version of olq_fx"
+            raise ConfigurationError(f"unknown key {shown(key)} in the configuration; {close}")
     for key, harmless in LATER.items():
         if key in values:
             _refuse_later(key, values.pop(key), harmless)

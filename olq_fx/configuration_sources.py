@@ -82,7 +82,7 @@ def _read_text(text: str) -> dict[str, object]:
     """The keys of a string: JSON, else the path of a file, else a scheme name."""
     if text.lstrip()[:1] in ("{", "[", '"') or text.strip() == "null":
         return _read_content(_parse_json(text, "the JSON text"))
-    if text.strip().lower().endswith(_SUFFIXES):
+    if text.strip().lower().endswith(_SUFFIXES) or "/" in text or os.sep in text:
         return _read_content(_parse_file(Path(text.strip())))
     return {"quantization": text.strip()}
 

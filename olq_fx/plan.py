@@ -253,7 +253,7 @@ def _row(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> 
     before = candidate.bytes
     after = before if slot is None else quantized_bytes(FORMATS[slot.weight], candidate.shape[0], candidate.shape[1])
     kernel, kernel_reason = _kernel(candidate, slot)
-    weight_rule, activation_rule = _rules(config, candidate, verdict)
+    weight_rule, activation_rule = candidate.current_rules or (("", "") if slot is None else config.rules(slot))
     return PlanRow(
         path=candidate.path,
         module_path=candidate.module_path,
@@ -285,16 +285,6 @@ def _kernel(candidate: Candidate, slot: Slot | None) -> tuple[str, str]:
     n, k = candidate.shape
     choice = registry.select(kind, slot.weight, slot.activation, n, k, candidate.device.type)
     return choice.name, choice.reason
-
-
-def _rules(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> tuple[str, str]:
-    """The scale rules of weight and activation; those that a converted weight has."""
-    slot = verdict.slot
-    if slot is None:
-        return "", ""
-    if candidate.current_rules is not None:
-        return candidate.current_rules
-    return config.weight_rule(slot.weight), config.activation_rule(slot.activation) if slot.activation else ""
 
 
 def _warning(candidate: Candidate, verdict: Verdict, before: int, after: int) -> str:

@@ -235,7 +235,7 @@ class _Judge:
         """A layer that is converted already keeps its formats; asking for others is an error."""
         if slot is None:
             return Verdict("already", candidate.current, f"converted before; {reason}", asked=False)
-        rules = _rules(self._config, slot)
+        rules = self._config.rules(slot)
         if slot != candidate.current or candidate.current_rules not in (None, rules):
             has = _described(candidate.current, candidate.current_rules)
             self._other_formats.append(f"{candidate.path} has {has}, asked for is {_described(slot, rules)}")
@@ -296,7 +296,11 @@ def _refuse_nothing(config: QuantizationConfig, candidates: Sequence[Candidate],
         counts.setdefault(verdict.reason, []).append(candidate.path)
     reasons = sorted(counts.items(), key=lambda item: -len(item[1]))
     described = [f"{paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: {why}" for why, paths in reasons]
-    raise PlanError(f"nothing would be quantized; {_listed(described)}")
+    protected = any(
+        c.left_alone and v.reason.startswith(c.left_alone) for c, v in zip(candidates, verdicts, strict=True)
+    )
+    hint = "; 'include' opts in what is left alone by default" if protected else ""
+    raise PlanError(f"nothing would be quantized; {_listed(described)}{hint}")
 
 
 def _of_kind(candidate: Candidate, slot: Slot) -> Slot:
@@ -307,11 +311,6 @@ def _of_kind(candidate: Candidate, slot: Slot) -> Slot:
 def _served(verdict: Verdict) -> bool:
     """Whether a request for the layer led to something."""
     return verdict.asked and verdict.decision != "leave"
-
-
-def _rules(config: QuantizationConfig, slot: Slot) -> tuple[str, str]:
-    """The scale rules of weight and activation; "" for activations in original precision."""
-    return config.weight_rule(slot.weight), config.activation_rule(slot.activation) if slot.activation else ""
 
 
 def _described(slot: Slot | None, rules: tuple[str, str] | None) -> str:

@@ -176,7 +176,7 @@ REFUSED = [
     ({"quantization": "fp8", "lienar": "fp8"}, ConfigurationError, ["unknown key 'lienar'", "'linear'"]),
     ({"quantization": "fp8", "ignored_layer": []}, ConfigurationError, ["'ignored_layers'"]),
     ({"quantization": "fp8", "Linear": "fp8"}, ConfigurationError, ["unknown key 'Linear'", "'linear'"]),
-    ({"transformer": "fp8", "vae": None}, ConfigurationError, ["unknown key 'transformer'"]),
+    ({"transformer": "fp8", "vae": None}, ConfigurationError, ["unknown key 'transformer'", "single components"]),
     ('{"quantization": "fp8", "moee": "fp8"}', ConfigurationError, ["'moee'", "'moe'"]),
     # keys of the language that this version does not serve: never accepted and ignored
     ({"components": {"transformer": "fp8"}}, ConfigurationError, ["'components' is not available in this version"]),
@@ -226,6 +226,7 @@ REFUSED = [
     ('{"quantization": "fp8",}', ConfigurationError, ["malformed JSON", "line 1"]),
     ('{"linear": "fp8", "linear": "mxfp8"}', ConfigurationError, ["'linear' stands twice"]),
     ("[" * 100_000, ConfigurationError, ["malformed JSON"]),
+    ("./missing", ConfigurationError, ["cannot read", "missing"]),
     ("missing.yaml", ConfigurationError, ["cannot read", "'missing.yaml'"]),
     ("\0.json", ConfigurationError, ["cannot read"]),
 ]  # fmt: skip
@@ -429,11 +430,11 @@ FILES = {
     "b.yaml": "quantization: fp8\nquantization_config:\n  moe: {weight: mxfp4}\n  ignore: lm_head\n",
     "c.yml": "method: FP8\nignored_layers: [lm_head]\nmoe:\n  weight: mxfp4\n  activation: mxfp4\n",
     "d.JSON": '\ufeff{"quantization": "fp8", "moe": "mxfp4", "ignore": ["lm_head"]}',
-    "e.yaml": "base: &base {weight: mxfp4}\nquantization: fp8\n",
+    "without-a-suffix": "quantization: fp8\nmoe: {weight: mxfp4}\nignore: [lm_head]\n",
 }
 
 
-@pytest.mark.parametrize("name", ["a.json", "b.yaml", "c.yml", "d.JSON"])
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("as_text", [True, False])
 def test_files_mean_what_a_dictionary_means(tmp_path, name, as_text):
     path = tmp_path / name

@@ -170,6 +170,13 @@ def test_a_run_that_quantizes_nothing_is_an_error_whatever_strict(model, config,
         plan_for(config, model, strict=strict)
 
 
+def test_a_model_of_protected_layers_only_says_how_to_include_them():
+    message = refused("fp8", nn.ModuleDict({"lm_head": nn.Linear(4, 4)}))
+    assert message == (
+        "nothing would be quantized; lm_head.weight: output embedding; 'include' opts in what is left alone by default"
+    )
+
+
 @pytest.mark.parametrize("empty", [nn.ReLU(), nn.Sequential(), nn.LayerNorm(4), nn.Conv2d(3, 4, 3)], ids=repr)
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_model_without_weights_to_quantize(empty, strict):
