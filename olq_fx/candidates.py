@@ -100,7 +100,7 @@ def candidates_of(model: nn.Module) -> tuple[Candidate, ...]:
     storages: list[object] = []  # kept alive: their identities are keys
     for place in places(model):
         for use in uses_of(place, outputs):
-            key, storage = _identity(use)
+            key, storage = _identity(use.tensor, use.computed)
             storages.append(storage)
             groups.setdefault(key, []).append(use)
     return tuple(_candidate(uses) for uses in groups.values())
@@ -117,8 +117,13 @@ def module_paths(model: nn.Module) -> tuple[str, ...]:
 
 def parameter_bytes(model: nn.Module) -> int:
     """The size of all parameters, shared ones once, a converted one in its original precision."""
-    seen = {id(p): p for p in model.parameters() if not nn.parameter.is_lazy(p)}
-    return sum(p.numel() * p.dtype.itemsize for p in seen.values())
+    sizes: dict[object, int] = {}
+    storages: list[object] = []  # kept alive: their identities are keys
+    for parameter in model.parameters():
+        key, storage = _identity(parameter)
+        storages.append(storage)
+        sizes[key] = 0 if nn.parameter.is_lazy(parameter) else parameter.numel() * parameter.dtype.itemsize
+    return sum(sizes.values())
 
 
 def combine(tree: Iterable[Candidate], graph: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -161,12 +166,11 @@ def _enrich(candidate: Candidate, traced: Candidate) -> Candidate:
     )
 
 
-def _identity(use: Use) -> tuple[object, object]:
+def _identity(tensor: Tensor, computed: str = "") -> tuple[object, object]:
     """A key that is equal for the same weight, and what must stay alive for it to remain so."""
-    tensor = use.tensor
     plain = type(tensor) in (nn.Parameter, Tensor)
-    if use.computed or not plain or nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
-        return (id(tensor), use.computed), tensor
+    if computed or not plain or nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
+        return (id(tensor), computed), tensor
     storage = tensor.untyped_storage()
     where = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return (id(storage), *where), storage

@@ -439,6 +439,10 @@ def test_all_paths_and_bytes():
         "a", "a.0", "a.0.weight", "a.0.bias", "a.1", "a.1.weight", "a.1.bias", "b", "b.weight", "b.bias",
     )  # fmt: skip
     assert parameter_bytes(model) == 2 * (16 + 4) + 4 * 8
+    model["c"] = nn.Linear(4, 4, bias=False)
+    model["c"].weight = nn.Parameter(shared.weight.data)
+    assert parameter_bytes(model) == 2 * (16 + 4) + 4 * 8
+    assert parameter_bytes(nn.LazyLinear(4, bias=False)) == 0
 
 
 def test_what_is_no_module_is_an_error():
