@@ -10,7 +10,7 @@ the table has
 - `top-1`: for how many questions the nearest passage is the one that the unquantized model finds,
 - `routes`: whether `quantize_` and `backend(inner="eager")` give the same embeddings, bit by bit,
 - `eager`: time of one pass over all sentences after `quantize_`,
-- `compiled`, `compilations`: the same through `torch.compile(model, backend=olq_fx.backend(scheme))`.
+- `compiled`: the same through `torch.compile(model, backend=olq_fx.backend(scheme))`; `graphs`: compilations.
 """
 
 import argparse
@@ -59,7 +59,7 @@ COLUMNS = (
     "routes",
     "eager ms",
     "compiled ms",
-    "compilations",
+    "graphs",
 )
 
 
@@ -129,7 +129,7 @@ class Encoder:
         size = parameter_bytes(self.model)
         layers = sum(4 * m.weight.numel() for m in self.model.modules() if isinstance(m, nn.Linear))
         return Result(
-            scheme="unquantized (float32)",
+            scheme="unquantized, float32",
             size=Sizes(layers, layers, size, size),
             sqnr=None,
             cosine=self.cosine(self.expected),

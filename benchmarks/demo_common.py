@@ -143,9 +143,16 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A rich table, the first column to the left and numbers to the right."""
-    result = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for number, column in enumerate(columns):
-        result.add_column(column, justify="right" if number else "left", vertical="bottom")
+        result.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         result.add_row(*row)
     return result

@@ -11,7 +11,7 @@ gguf_packages.py); `--model FOLDER` any decoder that transformers reads. For eac
 - `top-1`: at how many positions the likeliest next token stays the same,
 - `routes`: whether `quantize_` and `backend(inner="eager")` give the same logits, bit by bit,
 - `eager`: time of one window of text after `quantize_`,
-- `compiled`, `compilations`: the same through `torch.compile(model, backend=olq_fx.backend(scheme))`.
+- `compiled`: the same through `torch.compile(model, backend=olq_fx.backend(scheme))`; `graphs`: compilations.
 """
 
 import argparse
@@ -59,7 +59,7 @@ COLUMNS = (
     "routes",
     "eager ms",
     "compiled ms",
-    "compilations",
+    "graphs",
 )
 
 
@@ -151,7 +151,7 @@ class Decoder:
             if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
                 layers += module.weight.numel() * module.weight.element_size()
         return Result(
-            scheme="unquantized (float32)",
+            scheme="unquantized, float32",
             size=Sizes(layers, layers, size, size),
             sqnr=None,
             quality=self.quality(self.expected),
@@ -231,7 +231,8 @@ def main() -> None:
     results = run_all(folder, tokens, arguments.schemes, arguments.all)
     rows = [result.cells() for result in results]
     CONSOLE.print(table(f"{folder.name}, {tokens} tokens of text", COLUMNS, rows))
-    CONSOLE.print(table("What it says", ("scheme", "sentence"), [(r.scheme, r.sentence) for r in results]))
+    for result in results:
+        CONSOLE.print(f"{result.scheme}: {result.sentence}", highlight=False)
     CONSOLE.print(f"{environment()}; {time.perf_counter() - start:.0f} s", highlight=False)
     if arguments.save:
         command = "make demo-llm" + (" ARGS=--all" if arguments.all else "")
