@@ -11,7 +11,7 @@ is planned for the root module and converted (`sessions`), then the passes and t
 import functools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,10 @@ class Backend:
     ) -> Callable[..., Any]:
         job = GraphJob(self._sessions, self._inner, gm, frame, mode=mode, options=options, dump_dir=self._dump())
         live = job.prepare(example_inputs, frame)
+        positions = job.positions(live)
         if frame is not None:
-            _guard_weights(frame, gm, live)
-        compiled = Compiled(job.positions(live), job.variant, job.prepare)
+            _guard_weights(frame, gm, {position.index: live[position.index] for position in positions})
+        compiled = Compiled(positions, job.variant, job.prepare)
         compiled.compile(live)
         return compiled
 
@@ -160,10 +161,13 @@ def _fail(error: OlqFxError, frame: torch_private.Frame, *inputs: Any) -> Any:
     raise error.with_traceback(None)
 
 
-def _guard_weights(frame: torch_private.Frame, gm: GraphModule, live: Sequence[Any]) -> None:
-    """Let the guards describe the converted weights that now come in, under all the names by which they are reached."""
+def _guard_weights(frame: torch_private.Frame, gm: GraphModule, live: Mapping[int, Any]) -> None:
+    """Let the guards describe the converted weights that now come in, under all the names by which they are reached.
+
+    Their formats are no matter of guards: `Compiled` looks at them at each call.
+    """
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    weights = {id(value): node for node, value in zip(inputs, live, strict=True) if isinstance(value, QuantizedWeight)}
+    weights = {id(value): inputs[i] for i, value in live.items() if isinstance(value, QuantizedWeight)}
     reached: dict[int, set[str]] = {key: {str(torch_private.source_name(node))} for key, node in weights.items()}
     for name in torch_private.guarded_names():
         value = evaluate(name, frame.scope) if is_parameter(name) else None

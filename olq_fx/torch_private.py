@@ -197,7 +197,7 @@ def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
     if context is None:
         return
     guards = context.guards_context.dynamo_guards
-    stale = {f"{name}{part}" for name in names for part in ("", ".codes", ".scale", ".coarse")}
+    stale = {f"{name}{part}" for name in names for part in _PARTS}
     for guard in [guard for guard in guards if guard.name in stale and _describes_tensor(guard)]:
         guards.inner.discard(guard)
     argument = node.meta.get("grapharg")
@@ -205,6 +205,10 @@ def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
         for dim in range(2):
             extent = TensorPropertySource(argument.source, TensorProperty.SIZE, dim)
             guards.add(Guard(extent, GuardBuilder.EQUALS_MATCH))
+
+
+_PARTS = ("", ".codes", ".scale", ".coarse", ".__tensor_flatten__()[0]")
+"""What Dynamo guards of a converted weight, beside the weight itself."""
 
 
 def _describes_tensor(guard: Any) -> bool:
@@ -340,10 +344,21 @@ def compile_inductor(
             gm,
             example_inputs,
             inner_compile=inner,
-            decompositions={**select_decomp_table(), **decompositions},
+            decompositions=_Decompositions(tag, {**select_decomp_table(), **decompositions}),
         )
     found: Callable[..., Any] = compiled
     return found
+
+
+class _Decompositions(dict[Any, Callable[..., Any]]):
+    """A table of decompositions that is pickled as a name: it enters the keys of caches, and functions cannot."""
+
+    def __init__(self, name: str, table: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__(table)
+        self.name = name
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return str, (self.name,)
 
 
 def inductor_sources(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
