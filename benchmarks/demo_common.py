@@ -18,14 +18,13 @@ os.environ["HF_HUB_OFFLINE"] = (
 )
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import olq_fx
 
-CONSOLE = Console() if sys.stdout.isatty() else Console(width=120)
+CONSOLE = Console(width=max(100, Console().width))
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -142,19 +141,14 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A rich table, the first column to the left and numbers to the right."""
-    result = Table(
-        title=title,
-        title_justify="left",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    """A rich table, the first column to the left and numbers to the right, narrow enough for 100 characters."""
+    result = Table(title=title, title_justify="left", header_style="bold underline", box=None, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
-        result.add_column(column, justify="right" if number else "left", overflow="fold")
+        width = max(len(word) for word in column.split())
+        result.add_column(column, justify="right" if number else "left", vertical="bottom", min_width=width)
     for row in rows:
         result.add_row(*row)
+    result.columns[0].min_width = max(len(row[0]) for row in rows)
     return result
 
 
