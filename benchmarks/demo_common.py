@@ -144,11 +144,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     """A rich table, the first column to the left and numbers to the right, narrow enough for 100 characters."""
     result = Table(title=title, title_justify="left", header_style="bold underline", box=None, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
-        width = max(len(word) for word in column.split())
-        result.add_column(column, justify="right" if number else "left", vertical="bottom", min_width=width)
+        heading = column.replace(" ", "\n")
+        result.add_column(heading, justify="right" if number else "left", vertical="bottom", no_wrap=True)
     for row in rows:
         result.add_row(*row)
-    result.columns[0].min_width = max(len(row[0]) for row in rows)
     return result
 
 
