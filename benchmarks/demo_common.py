@@ -24,7 +24,7 @@ from rich.table import Table
 
 import olq_fx
 
-CONSOLE = Console(width=max(100, Console().width))
+CONSOLE = Console(width=max(104, Console().width))
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -141,7 +141,7 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A rich table, the first column to the left and numbers to the right, narrow enough for 100 characters."""
+    """A rich table, the first column to the left and numbers to the right, narrow enough for 104 characters."""
     result = Table(title=title, title_justify="left", header_style="bold underline", box=None, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         heading = column.replace(" ", "\n")
