@@ -149,8 +149,7 @@ def linear(
         parts = quantize(x, activation_format, rule)
         activation = _Activation(None, 0, 0, _Parts(*_pointers(parts)), _layout(activation_format))
     else:
-        x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
-        activation = _Activation(x.data_ptr(), _DTYPES[x.dtype], x.stride(0), _Parts(), _Format())
+        return _unquantized(library, [x], weight, weight_format, k, x.dtype, bias, residual)
     return _product(library, activation, m, k, x.dtype, weight, weight_format, bias, residual)
 
 
@@ -168,10 +167,30 @@ def quantized_linear(
     library = _LOADER.get().library
     if library is None or dtype not in _DTYPES or not x or x[0].numel() == 0:
         return reference.quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)
+    if not activation_format:
+        return _unquantized(library, x, weight, weight_format, k, dtype, bias, residual)
     m = x[0].shape[0]
     x = _checked(x, activation_format, m, k)
     activation = _Activation(None, 0, 0, _Parts(*_pointers(x)), _layout(activation_format))
     return _product(library, activation, m, k, dtype, weight, weight_format, bias, residual)
+
+
+def _unquantized(
+    library: ctypes.CDLL,
+    activation: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    weight_format: str,
+    k: int,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """The product with an activation in original precision, a list of one tensor."""
+    m = reference.check_quantized_activation(activation, "", k)
+    x = activation[0] if activation[0].dtype in _DTYPES else activation[0].to(torch.float32)
+    x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
+    given = _Activation(x.data_ptr(), _DTYPES[x.dtype], x.stride(0), _Parts(), _Format())
+    return _product(library, given, m, k, dtype, weight, weight_format, bias, residual)
 
 
 def _encode(library: ctypes.CDLL, x: Tensor, format: str, rule: str) -> list[Tensor]:

@@ -5,7 +5,8 @@
 - `linear(x, weight, weight_format, activation_format, rule, bias, residual)`: (M, K) and the parts of (N, K) to (M, N)
   of the dtype of `x`.
 - `quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)`: the same of two lists of
-  parts, to (M, N) of `dtype`.
+  parts, to (M, N) of `dtype`. An empty `activation_format` says that `x` is a list of one tensor, in its original
+  precision: what a compiler makes of a weight-only `linear`.
 
 A tensor in a format is a list of plain tensors, its parts (`numerics.part_specs`). An empty `activation_format` of
 `linear` leaves activations in their original precision. Weights take no gradient; that of the input of `linear` is
@@ -60,9 +61,7 @@ def _decomposed_linear(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> Any:
-    if not activation_format:
-        return NotImplemented
-    parts = reference.quantize(x, activation_format, rule)
+    parts = reference.quantize(x, activation_format, rule) if activation_format else [x]
     return torch.ops.olq_fx.quantized_linear.default(
         parts, activation_format, weight, weight_format, x.shape[1], x.dtype, bias, residual
     )
@@ -106,8 +105,7 @@ def _quantized_linear_shape(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> Tensor:
-    reference.check_parts(x, activation_format, k)
-    m = x[0].shape[0]
+    m = reference.check_quantized_activation(x, activation_format, k)
     reference.check_operands(m, k, weight, weight_format, bias, residual)
     return x[0].new_empty((m, weight[0].shape[0]), dtype=dtype)
 
@@ -125,9 +123,10 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _save_quantized_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, weight, weight_format, k, _, bias, residual = inputs
+    x, activation_format, weight, weight_format, k, _, bias, residual = inputs
     _save(ctx, weight, weight_format, k, bias, residual)
     ctx.parts = len(x)
+    ctx.input_dtype = None if activation_format else x[0].dtype
 
 
 def _save(
@@ -140,17 +139,19 @@ def _save(
 
 
 def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    weight = list(ctx.saved_tensors)
-    input_gradient = None
-    if ctx.needs_input_grad[0]:
-        decoded = torch.ops.olq_fx.dequantize(weight, ctx.weight_format, ctx.k, torch.float32)
-        input_gradient = reference.product(gradient.to(torch.float32), decoded).to(ctx.input_dtype)
-    return input_gradient, [None] * len(weight), None, None, None, *_added_gradients(ctx, gradient)
+    x = _input_gradient(ctx, gradient) if ctx.needs_input_grad[0] else None
+    return x, [None] * len(ctx.saved_tensors), None, None, None, *_added_gradients(ctx, gradient)
 
 
 def _quantized_linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    weight = list(ctx.saved_tensors)
-    return [None] * ctx.parts, None, [None] * len(weight), None, None, None, *_added_gradients(ctx, gradient)
+    x = [None] * ctx.parts if ctx.input_dtype is None else [_input_gradient(ctx, gradient)]
+    return x, None, [None] * len(ctx.saved_tensors), None, None, None, *_added_gradients(ctx, gradient)
+
+
+def _input_gradient(ctx: Any, gradient: Tensor) -> Tensor:
+    """That of the product with the dequantized weight, in float32, rounded once."""
+    decoded = torch.ops.olq_fx.dequantize(list(ctx.saved_tensors), ctx.weight_format, ctx.k, torch.float32)
+    return reference.product(gradient.to(torch.float32), decoded).to(ctx.input_dtype)
 
 
 def _added_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -64,8 +64,12 @@ def quantized_linear(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> Tensor:
-    """The product of already quantized activations (M, K) and weight (N, K), as (M, N) of `dtype`."""
-    decoded = dequantize(x, activation_format, k, torch.float32)
+    """The product of already quantized activations (M, K) and weight (N, K), as (M, N) of `dtype`.
+
+    An empty `activation_format` says that `x` is a list of one tensor, in its original precision.
+    """
+    check_quantized_activation(x, activation_format, k)
+    decoded = dequantize(x, activation_format, k, torch.float32) if activation_format else x[0].to(torch.float32)
     check_operands(decoded.shape[0], k, weight, weight_format, bias, residual)
     return _product(decoded, weight, weight_format, dtype, bias, residual)
 
@@ -125,6 +129,22 @@ def check_activation(x: Tensor) -> tuple[int, int]:
         )
     rows, k = x.shape
     return rows, k
+
+
+def check_quantized_activation(x: Sequence[Tensor], format: str, k: int) -> int:
+    """M of an already quantized activation, or of a list of one tensor (M, k) where `format` is empty.
+
+    Raises:
+        ConfigurationError: no format has that name.
+        ConversionError: the tensors are not those of an (M, k) activation.
+    """
+    if format:
+        check_parts(x, format, k)
+        return x[0].shape[0]
+    if len(x) != 1 or check_activation(x[0])[1] != k:
+        given = ", ".join(str(tuple(tensor.shape)) for tensor in x)
+        raise ConversionError(f"an activation in original precision is one tensor of shape (M, {k}), not {given}")
+    return x[0].shape[0]
 
 
 def check_parts(parts: Sequence[Tensor], format: str, k: int) -> None:
