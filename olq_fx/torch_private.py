@@ -19,6 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import return_and_correct_aliasing as return_and_correct_aliasing
 
 # Dynamo: the frame that is being compiled
 
@@ -484,6 +486,11 @@ def _same_rows(node: torch.fx.Node, source: torch.fx.Node) -> bool:
     if not isinstance(after, Tensor) or not isinstance(before, Tensor) or not after.dim() or not before.dim():
         return False
     return bool(after.shape[-1] == before.shape[-1])
+
+
+def runs_at_once() -> bool:
+    """Whether operators called now just run: no mode of dispatch and no transform of functorch takes them first."""
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def in_backward() -> bool:
