@@ -1,6 +1,7 @@
 """The formats: how one tensor is stored in few bits. One row a format, nothing else knows their names.
 
-A tensor of shape (R, K) (R rows: output features N of a weight or tokens M of an activation; K the reduction axis) is stored as
+A tensor of shape (R, K) is stored as below; R rows are output features N of a weight or tokens M of an activation, K is
+the reduction axis.
 
 - codes, one element each: (R, K), or (R, ceil(K/2)) bytes where two elements share a byte,
 - a scale for each group of `group` = (rows, columns) elements, laid out as a 2-D grid (ceil(R/rows), ceil(K/columns)),
