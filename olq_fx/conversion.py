@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from olq_fx import panels, state, torch_private
 from olq_fx.errors import ConversionError, InterruptedConversionError
 from olq_fx.plan import Plan, PlanRow
 from olq_fx.report import Report
 from olq_fx.weights import FLOATING, Pending, QuantizedWeight, WeightSpec, quantize_weight
-from olq_fx.weights_aten import rows as rows_of_weight
+from olq_fx.weights_views import rows as rows_of_weight
 
 _WHOLE_BLOCKS = 128
 
@@ -231,7 +230,7 @@ def _obstacle(model: nn.Module, row: PlanRow) -> str:
         return ""
     if not tensor.is_leaf:
         return "it is computed from other tensors (no leaf), so that converting it would cut it off from them"
-    if is_traceable_wrapper_subclass(tensor) and not torch_private.is_fake(tensor):
+    if torch_private.is_traceable_wrapper_subclass(tensor) and not torch_private.is_fake(tensor):
         return f"it is a {type(tensor).__name__}, whose parts this version cannot convert"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}"
@@ -272,7 +271,7 @@ def _areas(model: nn.Module) -> Iterator[tuple[int, int, int, str]]:
     """(storage, first byte, end, path) of every parameter and buffer that has memory."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
-        if nn.parameter.is_lazy(tensor) or _without_data(tensor) or is_traceable_wrapper_subclass(tensor):
+        if nn.parameter.is_lazy(tensor) or _without_data(tensor) or torch_private.is_traceable_wrapper_subclass(tensor):
             continue
         if tensor.layout != torch.strided or tensor.numel() == 0:
             continue

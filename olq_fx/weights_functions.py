@@ -14,17 +14,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from olq_fx import panels
+from olq_fx import panels, torch_private
 from olq_fx.errors import PendingWeightError, UnsupportedError
+from olq_fx.weights_products import along_k
 from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, overrides, root_of
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @overrides(functional.linear)
-def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(func: Any, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    if is_plain(input, weight, bias):
+        return _flattened(input, lambda flat: along_k(flat, weight, bias))
     if input.dim() in (0, 2) or not _is_matrix(weight) or not _same_dtype(input, bias):
         result: Tensor = func(input, weight, bias)
         return result
     return _flattened(input, lambda flat: func(flat, weight, bias))
+
+
+def is_plain(input: Tensor, weight: Any, bias: Tensor | None) -> bool:
+    """Whether a linear layer is the eager case: its operator, which has a gradient, can be called without detours."""
+    return (
+        type(input) in _PLAIN
+        and (bias is None or (type(bias) in _PLAIN and bias.dtype == input.dtype))
+        and _is_matrix(weight)
+        and not weight.spec.transposed
+        and weight.pending is None
+        and type(weight.codes) is Tensor
+        and input.dtype == weight.dtype
+        and input.dim() > 0
+        and input.shape[-1] == weight.shape[-1]
+        and torch_private.runs_at_once()
+        and not torch.is_autocast_enabled(input.device.type)
+    )
 
 
 def _same_dtype(input: Tensor, bias: Tensor | None) -> bool:
@@ -55,6 +77,8 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 def _flattened(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function of (M, K) to (..., K)."""
+    if x.dim() == 2:
+        return product(x)
     y: Tensor = product(x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2))
     return y.squeeze(0) if x.dim() == 1 else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -209,11 +233,31 @@ def _set_data(func: Any, weight: QuantizedWeight, value: Tensor) -> None:
         _copy_(Tensor.copy_, weight, value)
 
 
-@overrides(torch.isclose, torch.allclose, Tensor.isclose, Tensor.allclose)
-def _compare(func: Any, input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A comparison of the values, which torch makes of arithmetic."""
-    plain = [x.dequantize() if isinstance(x, QuantizedWeight) else x for x in (input, other)]
-    return func(*plain, *args, **kwargs)
+@overrides(Tensor.share_memory_)
+def _share_memory_(func: Any, weight: QuantizedWeight) -> QuantizedWeight:
+    """The parts are what processes share; the tensor around them has no memory."""
+    parts: tuple[Any, ...] = weight.parts
+    for part in parts:
+        part.share_memory_()
+    return weight
+
+
+@overrides(Tensor.is_shared)
+def _is_shared(func: Any, weight: QuantizedWeight) -> bool:
+    parts: tuple[Any, ...] = weight.parts
+    return all(part.is_shared() for part in parts)
+
+
+@overrides(Tensor.__dlpack__, torch.Tensor.__dlpack_device__)
+def _dlpack(func: Any, weight: QuantizedWeight, *args: Any, **kwargs: Any) -> Any:
+    """Refused: torch would hand out an address that is none."""
+    raise UnsupportedError(f"{weight.label} is quantized and has no memory of its own; export weight.dequantize()")
+
+
+@overrides(torch.isclose, torch.allclose, torch.quantile, Tensor.isclose, Tensor.allclose, Tensor.quantile)
+def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Statistics and comparisons that torch makes of arithmetic or views: of the values."""
+    return func(*(x.dequantize() if isinstance(x, QuantizedWeight) else x for x in args), **kwargs)
 
 
 @overrides(functional.multi_head_attention_forward)

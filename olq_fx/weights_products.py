@@ -33,7 +33,7 @@ def times_right(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     _check_operands(flat, weight, bias)
     if weight.spec.transposed:
-        y = _along_k(flat, weight, bias)
+        y = along_k(flat, weight, bias)
     elif bias is None and torch_private.in_backward():
         y = _along_n(flat, weight)
     else:
@@ -44,7 +44,7 @@ def times_right(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _along_k(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def along_k(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """(M, K) to (M, N): `x` is quantized to the activation format."""
     skip = weight.spec.skip
     if not skip:

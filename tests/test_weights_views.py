@@ -190,6 +190,13 @@ def test_reading_means_the_values():
         lambda w: w.amax(1),
         lambda w: w.max(),
         lambda w: w.abs().max(),
+        lambda w: w.max(1).values,
+        lambda w: w.argmax(),
+        lambda w: w.median(),
+        lambda w: w.quantile(0.9),
+        lambda w: torch.histc(w, 10),
+        lambda w: torch.var_mean(w)[0],
+        lambda w: torch.allclose(w, w),
         lambda w: w.isfinite().all(),
         lambda w: w.isnan().any(),
         lambda w: (w == 0).sum(),
@@ -277,6 +284,35 @@ def test_arithmetic_is_refused_by_name(name: str):
     weight.path = "layer.weight"
     with pytest.raises(UnsupportedError, match=r"'layer\.weight'.*dequantize"):
         ARITHMETIC[name](weight)
+
+
+def test_memory_that_is_not_there_is_not_handed_out():
+    weight = converted(torch.randn(40, 96))
+    weight.path = "layer.weight"
+    for hand_out in (
+        lambda: weight.__dlpack__(),
+        lambda: weight.__dlpack_device__(),
+        lambda: weight.as_strided((2, 2), (1, 1)),
+        lambda: weight.view(torch.int32),
+        lambda: weight.set_(torch.randn(3)),
+        lambda: weight.resize_(3, 3),
+    ):
+        with pytest.raises(UnsupportedError, match=r"'layer\.weight'"):
+            hand_out()
+    for hand_out in (weight.numpy, weight.tolist, weight.untyped_storage):
+        with pytest.raises((RuntimeError, TypeError)):
+            hand_out()[0]
+
+
+def test_processes_share_the_parts():
+    layer = nn.Linear(96, 40)
+    layer.weight = nn.Parameter(converted(torch.randn(40, 96)), requires_grad=False)
+    assert not layer.weight.is_shared()
+    values = layer.weight.dequantize()
+    layer.share_memory()
+    assert layer.weight.is_shared()
+    assert all(part.is_shared() for part in layer.weight.parts)
+    assert_same_bits(layer.weight.dequantize(), values)
 
 
 def test_an_optimizer_step_is_refused():
