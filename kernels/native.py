@@ -28,7 +28,7 @@ _ELEMENTS = {"e4m3": 0, "e2m1": 1, "int8": 2}
 _SCALES = {"float32": 0, "e8m0": 1, "e4m3": 2}
 _RULES = {"amax": 0, "power_of_two": 1, "floor": 2, "even": 3, "ceil": 4, "mse": 5, "four_over_six": 6}
 
-_SERIAL = 1 << 15
+_SERIAL = 1 << 16
 """Elements, or multiplications by four, below which waking other threads costs more than they save."""
 
 

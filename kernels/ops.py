@@ -46,10 +46,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """
     ops = torch.ops.olq_fx
     return {
-        ops.quantize.default: reference.quantize,
+        ops.quantize.default: _decomposed_quantize,
         ops.dequantize.default: reference.dequantize,
         ops.linear.default: _decomposed_linear,
     }
+
+
+def _decomposed_quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
+    return list(numerics.quantize(x, get_format(format), rule))
 
 
 def _decomposed_linear(
@@ -61,7 +65,7 @@ def _decomposed_linear(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> Any:
-    parts = reference.quantize(x, activation_format, rule) if activation_format else [x]
+    parts = _decomposed_quantize(x, activation_format, rule) if activation_format else [x]
     return torch.ops.olq_fx.quantized_linear.default(
         parts, activation_format, weight, weight_format, x.shape[1], x.dtype, bias, residual
     )
@@ -144,7 +148,8 @@ def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 def _quantized_linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    x = [None] * ctx.parts if ctx.input_dtype is None else [_input_gradient(ctx, gradient)]
+    wanted = ctx.input_dtype is not None and any(ctx.needs_input_grad[0])
+    x = [_input_gradient(ctx, gradient)] if wanted else [None] * ctx.parts
     return x, None, [None] * len(ctx.saved_tensors), None, None, None, *_added_gradients(ctx, gradient)
 
 

@@ -19,8 +19,10 @@ _PANEL_ELEMENTS = 1 << 24
 
 
 def quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
-    """`numerics.quantize` with the format's name: (M, K) to its parts."""
-    return list(numerics.quantize(x, get_format(format), rule))
+    """`numerics.quantize` with the format's name: (M, K) to its parts, each laid out row by row."""
+    parts = numerics.quantize(x, get_format(format), rule)
+    # Cut from something padded, an empty part calls itself contiguous with the strides of what it was cut from.
+    return [part if part.numel() else torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts]
 
 
 def dequantize(parts: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
