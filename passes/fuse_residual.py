@@ -47,7 +47,7 @@ class FuseResidual:
             if reason:
                 rejects.append(Reject(label_of(node), f"the addition after it stays apart: {reason}"))
             else:
-                _fuse(node, reshape, addition)
+                _fuse(gm, node, reshape, addition)
                 fused += 1
         return PassResult(fused, tuple(rejects))
 
@@ -89,13 +89,14 @@ def _refused(gm: GraphModule, node: Node, result: Node, addition: Node) -> str:
     return ""
 
 
-def _fuse(node: Node, reshape: Node | None, addition: Node) -> None:
+def _fuse(gm: GraphModule, node: Node, reshape: Node | None, addition: Node) -> None:
     residual = _residual(node if reshape is None else reshape, addition)
     assert residual is not None
     tensor = tensor_of(residual)
     assert tensor is not None
     emit = Emitter(addition, node)
-    flat = residual if tensor.dim() == 2 else emit.method("flatten", residual, 0, -2)
+    flat = residual if tensor.dim() == 2 else _flattened(gm, residual, addition)
+    flat = emit.method("flatten", residual, 0, -2) if flat is None else flat
     assert callable(node.target)
     fused = emit.call(node.target, *node.args[:-1], flat)
     if reshape is not None:
@@ -104,3 +105,15 @@ def _fuse(node: Node, reshape: Node | None, addition: Node) -> None:
     if reshape is not None:
         node.graph.erase_node(reshape)
     node.graph.erase_node(node)
+
+
+def _flattened(gm: GraphModule, residual: Node, addition: Node) -> Node | None:
+    """The residual as a matrix, where a layer before the addition has read it so already."""
+    tensor = tensor_of(residual)
+    assert tensor is not None
+    writes = Writes(gm)
+    for user in residual.users:
+        known = is_call(user, "flatten") and user.args[1:] == (0, -2) and user < addition
+        if known and not writes.between(user, addition, tensor):
+            return user
+    return None

@@ -47,7 +47,7 @@ def target_name(node: Node) -> str:
         return f"{node.op} {target}"
     module = (getattr(target, "__module__", None) or "").replace("torch._C._nn", "torch.nn.functional")
     name = getattr(target, "__name__", None) or str(target)
-    return f"{module}.{name}".removeprefix("_").removeprefix("builtins.").lstrip(".")
+    return f"{module}.{name}".removeprefix("torch._ops.").removeprefix("_").removeprefix("builtins.").lstrip(".")
 
 
 def caller(node: Node) -> str:

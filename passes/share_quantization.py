@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from olq_fx.passes.annotate import label_of
 from olq_fx.passes.base import Context, PassResult, Reject
-from olq_fx.passes.fxtools import MADE, Writes, replace, tensor_of
+from olq_fx.passes.fxtools import MADE, Writes, caller, replace, tensor_of
 
 _RESHAPES = frozenset(("flatten", "unsqueeze", "permute", "to"))
 
@@ -47,8 +46,8 @@ class ShareQuantization:
             source = tensor_of(node.args[0])
             if source is not None and writes.between(earlier, node, source):
                 first[key] = node
-                if node.target is quantize:
-                    rejects.append(Reject(label_of(node), "its input is written to after another layer has read it"))
+                where = caller(node) or node.name
+                rejects.append(Reject(where, "its input is written to after another layer has read it"))
                 continue
             merged += node.target is quantize
             replace(node, earlier)

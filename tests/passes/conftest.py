@@ -20,7 +20,7 @@ from olq_fx.passes.swap import PART
 
 @dataclasses.dataclass
 class Captured:
-    """A graph and the inputs with which it was captured; weights are named by the variable or attribute that held them."""
+    """A graph and the inputs with which it was captured; weights are named by what held them."""
 
     gm: GraphModule
     inputs: dict[str, Any]
@@ -91,7 +91,9 @@ Capture = Callable[..., Captured]
 def capture() -> Capture:
     """Capture the one graph of a call; a parameter's path is its name in the module, or in `weights`."""
 
-    def run(function: Callable[..., Any], *args: Any, weights: dict[str, Tensor] | None = None, **options: Any) -> Captured:
+    def run(
+        function: Callable[..., Any], *args: Any, weights: dict[str, Tensor] | None = None, **options: Any
+    ) -> Captured:
         found: list[Captured] = []
         named = dict(function.named_parameters()) if isinstance(function, nn.Module) else {}
         names = {id(tensor): name for name, tensor in (named | (weights or {})).items()}
