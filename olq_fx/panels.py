@@ -13,10 +13,16 @@ from torch import Tensor
 from olq_fx import numerics
 from olq_fx.errors import ConversionError
 from olq_fx.formats import Format
+from olq_fx.kernels import native
 from olq_fx.numerics import Parts, part_specs
 
 PANEL_ELEMENTS = 1 << 19
-"""Elements of a panel: with some 15 float32 temporaries of that size, far below 64 MiB."""
+"""Elements of a panel for the reference: with some 15 float32 temporaries of that size, far below 64 MiB."""
+
+NATIVE_PANEL_ELEMENTS = 1 << 22
+"""Elements of a panel where a kernel without temporaries converts it, and of one that is only read."""
+
+_NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def empty_parts(format: Format, rows: int, k: int, device: torch.device) -> Parts:
@@ -27,6 +33,9 @@ def empty_parts(format: Format, rows: int, k: int, device: torch.device) -> Part
 def convert(source: Tensor, format: Format, rule: str, device: torch.device) -> Parts:
     """The parts of `source` (N, K), any floating dtype and strides, on `device`."""
     rows, k = source.shape
+    if _runs_native(source, device) and source.dtype in _NATIVE_DTYPES and source.stride(1) == 1:
+        with torch.no_grad():
+            return tuple(torch.ops.olq_fx.quantize.default(source, format.name, rule))
     parts = empty_parts(format, rows, k, device)
     convert_into(parts, source, format, rule)
     return parts
@@ -44,7 +53,8 @@ def convert_into(parts: Parts, source: Tensor, format: Format, rule: str) -> Non
     largest = None
     if (None, None) in (format.group, format.coarse):
         largest = _largest(source, finite_only=format.coarse is not None)
-    for top, bottom, left, right in _panels(n, k, format):
+    elements = NATIVE_PANEL_ELEMENTS if _runs_native(source, device) else PANEL_ELEMENTS
+    for top, bottom, left, right in cut(n, k, elements, format):
         panel = source[top:bottom, left:right].to(device)
         if largest is not None:
             panel = _with_row_of(panel, largest)
@@ -53,12 +63,19 @@ def convert_into(parts: Parts, source: Tensor, format: Format, rule: str) -> Non
             _write(part, found, top, bottom, left, right, height, width)
 
 
+def _runs_native(source: Tensor, device: torch.device) -> bool:
+    """Whether conversion takes no temporaries: the native kernels encode CPU tensors row by row."""
+    return source.device.type == device.type == "cpu" and not native.why_not()
+
+
 def count_nonfinite(source: Tensor) -> int:
     """How many values of a matrix are NaN or Inf, reading it once and keeping nothing."""
-    return sum(
-        0 if _is_finite(panel) else int((~torch.isfinite(panel)).sum())
-        for panel in (source[top:bottom, left:right] for top, bottom, left, right in _panels(*source.shape))
-    )
+    count = 0
+    for top, bottom, left, right in cut(source.shape[0], source.shape[1], NATIVE_PANEL_ELEMENTS):
+        panel = source[top:bottom, left:right]
+        if panel.numel() and not bool(torch.isfinite(_extreme(panel))):
+            count += int((~torch.isfinite(panel)).sum())
+    return count
 
 
 def check_values(source: Tensor, label: str) -> None:
@@ -74,14 +91,17 @@ def check_values(source: Tensor, label: str) -> None:
         raise ConversionError(f"{label} cannot be given these values: {bad} of {source.numel()} are NaN or Inf")
 
 
-def _panels(n: int, k: int, format: Format | None = None) -> Iterator[tuple[int, int, int, int]]:
-    """(top, bottom, left, right) of panels that cut no group; rows are cut first, columns only if rows share scales."""
+def cut(n: int, k: int, elements: int, format: Format | None = None) -> Iterator[tuple[int, int, int, int]]:
+    """(top, bottom, left, right) of panels of about so many elements that cut no group of `format`.
+
+    Rows are cut first, columns only where many rows share scales.
+    """
     rows, columns = (1, None) if format is None or format.group == (None, None) else format.group
     rows = rows or 1
     width = k
-    if rows > 1 and columns is not None and rows * k > PANEL_ELEMENTS:
-        width = max(1, PANEL_ELEMENTS // (rows * columns)) * columns
-    height = max(1, PANEL_ELEMENTS // max(1, width) // rows) * rows
+    if rows > 1 and columns is not None and rows * k > elements:
+        width = max(1, elements // (rows * columns)) * columns
+    height = max(1, elements // max(1, width) // rows) * rows
     for top in range(0, n, height):
         for left in range(0, k, width) if k else (0,):
             yield top, min(top + height, n), left, min(left + width, k)
@@ -115,17 +135,16 @@ def _with_row_of(panel: Tensor, largest: Tensor) -> Tensor:
 def _largest(source: Tensor, *, finite_only: bool) -> Tensor:
     """The maximum of the absolute values, in the dtype of `source`; NaN if there is one and it is not left out."""
     found = source.new_zeros(())
-    for top, bottom, left, right in _panels(*source.shape):
-        size = source[top:bottom, left:right].abs()
-        if size.numel() == 0:
-            continue
-        largest = size.amax()
+    for top, bottom, left, right in cut(source.shape[0], source.shape[1], NATIVE_PANEL_ELEMENTS):
+        panel = source[top:bottom, left:right]
+        largest = _extreme(panel)
         if finite_only and not bool(torch.isfinite(largest)):
-            largest = torch.where(torch.isfinite(size), size, 0).amax()
+            largest = _extreme(torch.where(torch.isfinite(panel), panel, 0))
         found = torch.maximum(found, largest)
     return found
 
 
-def _is_finite(panel: Tensor) -> bool:
-    """Whether all values are: a maximum passes NaN and Inf on."""
-    return panel.numel() == 0 or bool(torch.isfinite(panel.abs().amax()))
+def _extreme(panel: Tensor) -> Tensor:
+    """The maximum of the absolute values, without a copy of them; NaN and Inf pass on."""
+    least, most = torch.aminmax(panel)
+    return torch.maximum(-least, most)

@@ -1,6 +1,7 @@
 """Conversion in bounded memory: the same bytes as quantizing at once, whatever the panels."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,10 +25,27 @@ def outliers(n: int, k: int) -> Tensor:
     return values
 
 
+@pytest.fixture
+def small_panels(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Panels of so many elements, of the reference's path and of the native one."""
+
+    def cut(elements: int) -> None:
+        monkeypatch.setattr(panels, "PANEL_ELEMENTS", elements)
+        monkeypatch.setattr(panels, "NATIVE_PANEL_ELEMENTS", elements)
+
+    return cut
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_runs_native", lambda source, device: False)
+
+
 @pytest.mark.parametrize(("name", "rule"), RULES)
 @pytest.mark.parametrize("elements", [1, 9_000])
-def test_panels_change_no_byte(name: str, rule: str, elements: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(panels, "PANEL_ELEMENTS", elements)
+@pytest.mark.usefixtures("without_native")
+def test_panels_change_no_byte(name: str, rule: str, elements: int, small_panels: Callable[[int], None]):
+    small_panels(elements)
     format = FORMATS[name]
     rows = 20 if elements == 1 else 200
     for k, dtype in ((193, torch.float32), (288, torch.bfloat16)):
@@ -38,7 +56,9 @@ def test_panels_change_no_byte(name: str, rule: str, elements: int, monkeypatch:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_strides_and_dtypes_of_the_source(name: str):
+def test_strides_and_dtypes_of_the_source(name: str, small_panels: Callable[[int], None]):
+    """By the native kernels at once or in panels, as it comes."""
+    small_panels(3_000)
     format = FORMATS[name]
     rule = format.weight_rule
     wide = outliers(140, 70)
@@ -49,8 +69,9 @@ def test_strides_and_dtypes_of_the_source(name: str):
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_non_finite_values_mark_their_group_only(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 4_000)
+@pytest.mark.usefixtures("without_native")
+def test_non_finite_values_mark_their_group_only(name: str, small_panels: Callable[[int], None]):
+    small_panels(4_000)
     format = FORMATS[name]
     for bad in (float("nan"), float("inf"), float("-inf")):
         source = outliers(140, 96)
@@ -80,10 +101,13 @@ def test_conversion_into_existing_parts_keeps_them():
         ("nvfp4", 1536, 1024),
     ],
 )
-def test_temporaries_are_bounded(name: str, n: int, k: int):
-    """Peak: the parts and 64 MiB; quantizing these at once takes hundreds."""
+@pytest.mark.parametrize("native", [False, True])
+def test_temporaries_are_bounded(name: str, n: int, k: int, native: bool, monkeypatch: pytest.MonkeyPatch):
+    """Peak: the parts and 64 MiB, where the reference takes hundreds at once; strides and dtype as bad as they get."""
+    if not native:
+        monkeypatch.setattr(panels, "_runs_native", lambda source, device: False)
     format = FORMATS[name]
-    source = torch.randn(n, k).bfloat16()
+    source = torch.randn(k, n).t().double() if native else torch.randn(n, k).bfloat16()
     with record_allocations() as allocations:
         keep = torch.empty(1)
         with allocations.mark("convert"):
@@ -127,12 +151,11 @@ def test_values_are_checked():
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_panels_tile_the_matrix_and_cut_no_group(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_panels_tile_the_matrix_and_cut_no_group(name: str):
     format = FORMATS[name]
     for elements, n, k in itertools.product((1, 1000, 100_000), (0, 1, 127, 300), (1, 130, 5000)):
-        monkeypatch.setattr(panels, "PANEL_ELEMENTS", elements)
         covered = torch.zeros(n, k, dtype=torch.int32)
-        for top, bottom, left, right in panels._panels(n, k, format):
+        for top, bottom, left, right in panels.cut(n, k, elements, format):
             covered[top:bottom, left:right] += 1
             height, width = format.group
             if height is not None:

@@ -3,6 +3,9 @@
 import collections
 import copy
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -239,6 +242,26 @@ def test_attention_and_strided_inputs_are_recorded_with_one_rounding():
     assert recorded.calls()["olq_fx.quantized_linear.default"] == 2
     first = next(node for node in recorded.graphs[0].graph.nodes if "quantized_linear" in str(node.target))
     assert first.args[6] is not None, "the bias is added inside the product"
+
+
+def test_the_key_of_caches_is_the_same_in_every_process():
+    """Nothing in it depends on an address or on the seed of Python's hashes."""
+    program = (
+        "import torch, olq_fx; m = torch.nn.Linear(8, 8); olq_fx.quantize_(m, 'nvfp4_per_token');"
+        "print(m.weight._stable_hash_for_caching())"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+    assert "0x" not in told.pop()
 
 
 @pytest.mark.parametrize("strict", [False, True])
