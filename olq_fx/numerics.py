@@ -1,8 +1,9 @@
 """The definition of every format in pure PyTorch: `quantize`, `dequantize`, and the shapes of the parts.
 
 Every kernel is held to these functions bit by bit. Tensors are 2-D, (R, K) with the reduction axis last. Everything
-traces (make_fx, Dynamo, Inductor; R may be symbolic or 0): no branch on data, no write to an input. Group statistics
-and scales are float32, taken from the original values; codes are true quotients.
+traces (make_fx, Dynamo, Inductor): no branch on data, no write to an input; R may be symbolic or 0, while K, which
+belongs to the layer, is taken as the number it is. Group statistics and scales are float32, taken from the original
+values; codes are true quotients.
 
 Inside, a tensor is seen as (a, r, b, c): `a x b` groups of `r x c` elements, so that a scale has shape (a, 1, b, 1).
 
@@ -93,7 +94,7 @@ def quantize(x: Tensor, format: Format, rule: str) -> Parts:
         raise ConversionError(f"{format.name} quantizes a 2-D floating tensor, not {x.dtype} of shape {tuple(x.shape)}")
     if rule not in format.rules:
         raise ConfigurationError(f"{format.name} has no scale rule {rule!r}; {nearest(rule, format.rules)}")
-    rows, k = x.shape
+    rows, k = x.shape[0], int(x.shape[1])
     if k == 0:
         # Nothing to take a maximum of: the scales are those of zeros, as many of them as the grids of an empty tensor
         # have.
@@ -259,7 +260,7 @@ def _spread(coarse: Tensor, format: Format, columns: int) -> Tensor:
 
 def _split(x: Tensor, group: Group) -> Tensor:
     """(R, K) to (a, r, b, c), padded with zeros up to whole groups where R or K is none."""
-    below, right = _padding(x.shape[0], group[0]), _padding(x.shape[1], group[1])
+    below, right = _padding(x.shape[0], group[0]), _padding(int(x.shape[1]), group[1])
     if not (_is_none(below) and _is_none(right)):
         x = functional.pad(x, (0, right, 0, below))
     rows, columns = group
