@@ -43,25 +43,24 @@ def decode(codes: Tensor, element: Element) -> Tensor:
     return decode_e2m1(codes) if element == "e2m1" else codes.to(torch.float32)
 
 
-def round_e2m1(quotient: Tensor) -> Tensor:
-    """The nearest value among 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, in float32.
+def encode_e2m1(quotient: Tensor) -> Tensor:
+    """The 4-bit code of the nearest e2m1 value, in a uint8 each: sign, two bits of exponent, one of mantissa.
 
-    The spacing is .5 below 2, 1 below 4 and 2 above, so rounding the multiple of the spacing to even is rounding the
-    code to even: the thresholds are .25 .75 1.25 1.75 2.5 3.5 5.
+    Codes advance by one each step; steps are .5 below 2, 1 below 4 and 2 above. So rounding the number of steps to even
+    is rounding the code to even, and the thresholds are .25 .75 1.25 1.75 2.5 3.5 5.
     """
     size = quotient.abs().clamp(max=ELEMENT_MAX["e2m1"])
-    small = (size * 2.0).round() * 0.5
+    large = torch.where(size < 4.0, size.round() + 2.0, (size * 0.5).round() + 4.0)
+    code = torch.where(size < 2.0, (size * 2.0).round(), large)
+    # What rounds to zero, up to the first threshold, gets no sign.
+    return torch.where(quotient < -0.25, code + _E2M1_SIGN, code).to(torch.uint8)
+
+
+def round_e2m1(quotient: Tensor) -> Tensor:
+    """The value of the code that `encode_e2m1` gives, without the code: -6 to 6 in float32."""
+    size = quotient.abs().clamp(max=ELEMENT_MAX["e2m1"])
     large = torch.where(size < 4.0, size.round(), (size * 0.5).round() * 2.0)
-    return torch.copysign(torch.where(size < 2.0, small, large), quotient)
-
-
-def encode_e2m1(quotient: Tensor) -> Tensor:
-    """The 4-bit code of the nearest e2m1 value, in a uint8 each: sign, two bits of exponent, one of mantissa."""
-    value = round_e2m1(quotient)
-    size = value.abs()
-    # The eight magnitudes in order: codes advance by one for each spacing.
-    code = torch.where(size < 2.0, size * 2.0, torch.where(size < 4.0, size + 2.0, size * 0.5 + 4.0))
-    return torch.where(value < 0.0, code + _E2M1_SIGN, code).to(torch.uint8)
+    return torch.copysign(torch.where(size < 2.0, (size * 2.0).round() * 0.5, large), quotient)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:

@@ -127,8 +127,9 @@ def dequantize(parts: Parts, format: Format, k: int, dtype: torch.dtype = torch.
 
 
 def _quantize_mx(grouped: Tensor, amax: Tensor, format: Format, rule: str, rows: int, k: int) -> Parts:
-    byte = _e8m0(grouped, amax, format, rule)
-    return _codes(grouped, scales.decode_e8m0(byte), format, rows, k), _to_grid(byte)
+    written = _e8m0(grouped, amax, format, rule)
+    codes = _codes(grouped, scales.power_of_two(written), format, rows, k)
+    return codes, _to_grid(written.to(torch.uint8))
 
 
 def _quantize_dualscale(grouped: Tensor, amax: Tensor, format: Format, rule: str, rows: int, k: int) -> Parts:
@@ -137,8 +138,9 @@ def _quantize_dualscale(grouped: Tensor, amax: Tensor, format: Format, rule: str
     unit = _from_grid(_spread(coarse, format, amax.shape[2]))
     # Division is monotonic, rounding included: the maximum of the quotients is the quotient of the maximum.
     scaled = grouped / unit
-    byte = _e8m0(scaled, amax / unit, format, rule)
-    return _codes(scaled, scales.decode_e8m0(byte), format, rows, k), _to_grid(byte), coarse
+    written = _e8m0(scaled, amax / unit, format, rule)
+    codes = _codes(scaled, scales.power_of_two(written), format, rows, k)
+    return codes, _to_grid(written.to(torch.uint8)), coarse
 
 
 def _quantize_nvfp4(grouped: Tensor, amax: Tensor, format: Format, rule: str, rows: int, k: int) -> Parts:
@@ -162,16 +164,16 @@ def _float32_scale(amax: Tensor, format: Format, rule: str) -> Tensor:
 
 
 def _e8m0(grouped: Tensor, amax: Tensor, format: Format, rule: str) -> Tensor:
-    """The e8m0 bytes (a, 1, b, 1) of the groups; by `mse` the better of the exponent of `floor` and one above."""
+    """The e8m0 scales of the groups, in int32; by `mse` the better of the exponent of `floor` and the one above."""
     if format.element == "e4m3":
-        return scales.e8m0_above(amax, elements.ELEMENT_MAX["e4m3"])
+        return scales.e8m0(scales.exponent_above(amax, elements.ELEMENT_MAX["e4m3"]), amax)
     exponent = scales.mxfp4_exponent(amax, rule)
     if rule == "mse":
-        scaled = grouped / scales.decode_e8m0(scales.e8m0_byte(exponent, amax))
+        scaled = grouped / scales.power_of_two(scales.e8m0(exponent, amax))
         at_floor = _sum_of_squares(scaled - elements.round_e2m1(scaled))
         one_above = _sum_of_squares(scaled - elements.round_e2m1(scaled * 0.5) * 2.0)
         exponent = exponent + (one_above < at_floor).to(torch.int32)
-    return scales.e8m0_byte(exponent, amax)
+    return scales.e8m0(exponent, amax)
 
 
 def _four_over_six(grouped: Tensor, amax: Tensor, unit: Tensor, scale_for_6: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ NVFP4_RANGE = 6.0 * E4M3_SCALE_MAX
 E8M0_NAN = 255
 
 _MANTISSA_BITS = 23
-_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
-_MANTISSA_OF_1_5 = 1 << 22
-_MANTISSA_OF_1_75 = 3 << 21
 _NAN_BITS = 0x7FC00000
-_SUBNORMAL_2_POW_MINUS_127 = 1 << 22
+
+# Added to the bits of a float32, these carry into its exponent if the mantissa is above 1, at least 1.75, above 1.5.
+_CARRY_ANY = (1 << 23) - 1
+_MXFP4_CARRY = {"floor": 0, "even": 1 << 21, "ceil": (1 << 22) - 1, "mse": 0}
 
 
 def finite(amax: Tensor) -> Tensor:
@@ -46,46 +46,45 @@ def float32_scale(amax: Tensor, largest: float) -> Tensor:
 
 def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
     """The least power of two >= the float32 quotient `amax / largest`, at least `FLOOR`; NaN if non-finite."""
-    return decode_e8m0(e8m0_above(amax, largest))
+    return power_of_two(e8m0(exponent_above(amax, largest), amax))
 
 
-def e8m0_above(amax: Tensor, largest: float) -> Tensor:
-    """The e8m0 byte of the least power of two >= the float32 quotient `amax / largest` (`ceil` of mxfp8)."""
-    bits = (amax / constant(largest, amax)).view(torch.int32)
-    above = ((bits & _MANTISSA_MASK) != 0).to(torch.int32)
-    return e8m0_byte((bits >> _MANTISSA_BITS) + above, amax)
+def exponent_above(amax: Tensor, largest: float) -> Tensor:
+    """The biased exponent, in int32, of the least power of two >= the float32 quotient `amax / largest`."""
+    return _exponent(amax / constant(largest, amax), _CARRY_ANY)
 
 
 def mxfp4_exponent(amax: Tensor, rule: str) -> Tensor:
     """The biased exponent by mxfp4's rule `floor`, `even` or `ceil`, in int32, not yet limited to what is written.
 
-    With E = floor(log2 amax) - 2: `floor` is E; `even` is E, and one more if the mantissa of amax is at least 1.75
-    (it would round up to the next power of two); `ceil` is the least e with amax <= 6 x 2^e, which is one more if the
-    mantissa is above 1.5.
+    With E = floor(log2 amax) - 2: `floor` is E, and `mse` starts from it; `even` is E, and one more if the mantissa of
+    amax is at least 1.75 (it would round up to the next power of two); `ceil` is the least e with amax <= 6 x 2^e,
+    which is one more if the mantissa is above 1.5.
     """
-    bits = amax.view(torch.int32)
-    exponent = (bits >> _MANTISSA_BITS) - 2
-    mantissa = bits & _MANTISSA_MASK
-    if rule == "even":
-        return exponent + (mantissa >= _MANTISSA_OF_1_75).to(torch.int32)
-    if rule == "ceil":
-        return exponent + (mantissa > _MANTISSA_OF_1_5).to(torch.int32)
-    return exponent
+    return _exponent(amax, _MXFP4_CARRY[rule]) - 2
 
 
-def e8m0_byte(exponent: Tensor, amax: Tensor) -> Tensor:
-    """The byte to write for a biased exponent (int32): at least 1, and 255 for a non-finite group only.
+def _exponent(value: Tensor, carry: int) -> Tensor:
+    """The exponent field of `value` >= 0 after `carry` was added to its bits: one more where the mantissa overflows."""
+    return (value.view(torch.int32) + carry) >> _MANTISSA_BITS
+
+
+def e8m0(exponent: Tensor, amax: Tensor) -> Tensor:
+    """What is written for a biased exponent: at least 1, and 255 for a non-finite group only; still in int32.
 
     No finite amax gives an exponent above 253, so only NaN and Inf have to be set apart.
     """
-    return torch.where(finite(amax), exponent.clamp(min=1), E8M0_NAN).to(torch.uint8)
+    return torch.where(finite(amax), exponent.clamp(min=1), E8M0_NAN)
+
+
+def power_of_two(written: Tensor) -> Tensor:
+    """The float32 value of an int32 that `e8m0` gave: 2^(written - 127), NaN for 255."""
+    return torch.where(written == E8M0_NAN, _NAN_BITS, written << _MANTISSA_BITS).view(torch.float32)
 
 
 def decode_e8m0(byte: Tensor) -> Tensor:
-    """The float32 value 2^(byte - 127) of an e8m0 byte: 2^-127 (subnormal) for byte 0, NaN for byte 255."""
-    exponent = byte.to(torch.int32)
-    bits = torch.where(exponent == 0, _SUBNORMAL_2_POW_MINUS_127, exponent << _MANTISSA_BITS)
-    return torch.where(exponent == E8M0_NAN, _NAN_BITS, bits).view(torch.float32)
+    """The float32 value 2^(byte - 127) of any e8m0 byte: 2^-127 (subnormal) for byte 0, NaN for byte 255."""
+    return torch.where(byte == 0, 2.0**-127, power_of_two(byte.to(torch.int32)))
 
 
 def e4m3_scale(amax: Tensor, unit: Tensor) -> Tensor:

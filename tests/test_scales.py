@@ -50,14 +50,15 @@ def test_every_e8m0_byte_is_its_power_of_two() -> None:
 @pytest.mark.parametrize("largest", [448.0, 6.0])
 def test_the_power_of_two_above_a_quotient(largest: float) -> None:
     values = _beside_powers_of_two(1.0, largest / 256, 1.5, 1.9)
-    found = scales.e8m0_above(torch.from_numpy(values), largest).tolist()
+    amax = torch.from_numpy(values)
+    found = scales.e8m0(scales.exponent_above(amax, largest), amax).tolist()
     quotients = [float(value / np.float32(largest)) for value in values]
     expected = [
         0 if q == 0 else _least_exponent(lambda e, q=q: Fraction(2) ** e >= Fraction(q), _frexp_exponent(q))
         for q in quotients
     ]
     assert found == [1 if q == 0 else _as_byte(e) for q, e in zip(quotients, expected, strict=True)]
-    as_float = scales.power_of_two_scale(torch.from_numpy(values), largest).tolist()
+    as_float = scales.power_of_two_scale(amax, largest).tolist()
     assert as_float == [math.ldexp(1.0, byte - 127) for byte in found]
 
 
@@ -73,7 +74,7 @@ def _mxfp4_by_definition(amax: float, rule: str) -> int:
 def test_mxfp4_rules_beside_their_thresholds(rule: str) -> None:
     values = _beside_powers_of_two(1.0, 1.25, 1.5, 1.75)
     amax = torch.from_numpy(values)
-    found = scales.e8m0_byte(scales.mxfp4_exponent(amax, rule), amax).tolist()
+    found = scales.e8m0(scales.mxfp4_exponent(amax, rule), amax).tolist()
     assert found == [_as_byte(_mxfp4_by_definition(float(value), rule)) for value in values]
 
 
@@ -85,11 +86,11 @@ def test_mse_starts_from_the_exponent_of_floor() -> None:
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
 def test_zero_is_written_as_byte_1_and_only_nonfinite_as_255(rule: str) -> None:
     amax = torch.tensor([0.0, 1e-45, 2.0**-126, LARGEST, INF, NAN])
-    found = scales.e8m0_byte(scales.mxfp4_exponent(amax, rule), amax).tolist()
+    found = scales.e8m0(scales.mxfp4_exponent(amax, rule), amax).tolist()
     assert found[:3] == [1, 1, 1]
     assert 252 <= found[3] < 254
     assert found[4:] == [255, 255]
-    assert scales.e8m0_above(amax, 448.0).tolist() == [1, 1, 1, 127 + 120, 255, 255]
+    assert scales.e8m0(scales.exponent_above(amax, 448.0), amax).tolist() == [1, 1, 1, 127 + 120, 255, 255]
 
 
 @pytest.mark.parametrize("largest", [448.0, 127.0, 6.0, 2688.0])
