@@ -167,6 +167,7 @@ def quantized_linear(
     library = _LOADER.get().library
     if library is None or dtype not in _DTYPES or not x or x[0].numel() == 0:
         return reference.quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)
+    reference.refuse_gradient(x[0], bias, residual)
     if not activation_format:
         return _unquantized(library, x, weight, weight_format, k, dtype, bias, residual)
     m = x[0].shape[0]

@@ -10,7 +10,8 @@
 
 A tensor in a format is a list of plain tensors, its parts (`numerics.part_specs`). An empty `activation_format` of
 `linear` leaves activations in their original precision. Weights take no gradient; that of the input of `linear` is
-straight through its quantization: what the product with the dequantized weight would have.
+straight through its quantization: what the product with the dequantized weight would have. `quantized_linear` is what
+compiled inference calls: it has no gradient (an error where one is wanted) and so no call to Python for autograd.
 
 A CPU tensor goes to the native kernels where they can be built (`registry.select` says whether); everything else to
 `reference`, which defines the values.
@@ -122,22 +123,8 @@ def _not_differentiable(ctx: Any, *gradients: Any) -> Any:
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, weight_format, _, _, bias, residual = inputs
-    _save(ctx, weight, weight_format, x.shape[1], bias, residual)
-    ctx.input_dtype = x.dtype
-
-
-def _save_quantized_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, activation_format, weight, weight_format, k, _, bias, residual = inputs
-    _save(ctx, weight, weight_format, k, bias, residual)
-    ctx.parts = len(x)
-    ctx.input_dtype = None if activation_format else x[0].dtype
-
-
-def _save(
-    ctx: Any, weight: Sequence[Tensor], weight_format: str, k: int, bias: Tensor | None, residual: Tensor | None
-) -> None:
     ctx.save_for_backward(*weight)
-    ctx.weight_format, ctx.k = weight_format, k
+    ctx.weight_format, ctx.k, ctx.input_dtype = weight_format, x.shape[1], x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
 
@@ -145,12 +132,6 @@ def _save(
 def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x = _input_gradient(ctx, gradient) if ctx.needs_input_grad[0] else None
     return x, [None] * len(ctx.saved_tensors), None, None, None, *_added_gradients(ctx, gradient)
-
-
-def _quantized_linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    wanted = ctx.input_dtype is not None and any(ctx.needs_input_grad[0])
-    x = [_input_gradient(ctx, gradient)] if wanted else [None] * ctx.parts
-    return x, None, [None] * len(ctx.saved_tensors), None, None, None, *_added_gradients(ctx, gradient)
 
 
 def _input_gradient(ctx: Any, gradient: Tensor) -> Tensor:
@@ -171,18 +152,14 @@ def _register() -> None:
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     fakes: tuple[Callable[..., Any], ...] = (_quantize_shape, _dequantize_shape, _linear_shape, _quantized_linear_shape)
     implementations = (reference.quantize, reference.dequantize, reference.linear, reference.quantized_linear)
-    gradients = (
-        (_not_differentiable, None),
-        (_not_differentiable, None),
-        (_linear_backward, _save_linear),
-        (_quantized_linear_backward, _save_quantized_linear),
-    )
-    for implementation, fake, (backward, setup) in zip(implementations, fakes, gradients, strict=True):
+    for implementation, fake in zip(implementations, fakes, strict=True):
         name = f"olq_fx::{implementation.__name__}"
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         _LIBRARY.impl(name, getattr(native, implementation.__name__), "CPU")
         torch.library.register_fake(name, fake, lib=_LIBRARY)
-        torch.library.register_autograd(name, backward, setup_context=setup, lib=_LIBRARY)
+    for name in ("olq_fx::quantize", "olq_fx::dequantize"):
+        torch.library.register_autograd(name, _not_differentiable, lib=_LIBRARY)
+    torch.library.register_autograd("olq_fx::linear", _linear_backward, setup_context=_save_linear, lib=_LIBRARY)
 
 
 _register()

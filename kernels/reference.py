@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from olq_fx import numerics
-from olq_fx.errors import ConfigurationError, ConversionError, nearest
+from olq_fx.errors import ConfigurationError, ConversionError, UnsupportedError, nearest
 from olq_fx.formats import Format, get_format
 
 _BLOCK_ROWS = 128
@@ -69,7 +69,11 @@ def quantized_linear(
     """The product of already quantized activations (M, K) and weight (N, K), as (M, N) of `dtype`.
 
     An empty `activation_format` says that `x` is a list of one tensor, in its original precision.
+
+    Raises:
+        UnsupportedError: a gradient is wanted of one of the arguments.
     """
+    refuse_gradient(*x, bias, residual)
     check_quantized_activation(x, activation_format, k)
     decoded = dequantize(x, activation_format, k, torch.float32) if activation_format else x[0].to(torch.float32)
     check_operands(decoded.shape[0], k, weight, weight_format, bias, residual)
@@ -103,6 +107,18 @@ def finish(accumulated: Tensor, dtype: torch.dtype, bias: Tensor | None, residua
         accumulated = accumulated + bias.to(torch.float32)
     y = accumulated.to(dtype)
     return y if residual is None else (y.to(torch.float32) + residual.to(torch.float32)).to(dtype)
+
+
+def refuse_gradient(*arguments: Tensor | None) -> None:
+    """Let nobody lose a gradient in silence where there is none.
+
+    Raises:
+        UnsupportedError: autograd is recording, and an argument takes part in it.
+    """
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in arguments):
+        raise UnsupportedError(
+            "olq_fx.quantized_linear has no gradient; olq_fx.linear has that of the dequantized product"
+        )
 
 
 def check_quantize(x: Tensor, format: str, rule: str) -> None:
