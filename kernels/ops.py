@@ -130,13 +130,15 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    x = _input_gradient(ctx, gradient) if ctx.needs_input_grad[0] else None
-    return x, [None] * len(ctx.saved_tensors), None, None, None, *_added_gradients(ctx, gradient)
+    # Read once: checkpointing computes saved tensors anew when they are asked for, and only once.
+    weight = list(ctx.saved_tensors)
+    x = _input_gradient(ctx, weight, gradient) if ctx.needs_input_grad[0] else None
+    return x, [None] * len(weight), None, None, None, *_added_gradients(ctx, gradient)
 
 
-def _input_gradient(ctx: Any, gradient: Tensor) -> Tensor:
+def _input_gradient(ctx: Any, weight: Sequence[Tensor], gradient: Tensor) -> Tensor:
     """That of the product with the dequantized weight, in float32, rounded once."""
-    decoded = torch.ops.olq_fx.dequantize(list(ctx.saved_tensors), ctx.weight_format, ctx.k, torch.float32)
+    decoded = torch.ops.olq_fx.dequantize(weight, ctx.weight_format, ctx.k, torch.float32)
     return reference.product(gradient.to(torch.float32), decoded).to(ctx.input_dtype)
 
 
