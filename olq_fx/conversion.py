@@ -283,12 +283,13 @@ def _areas(model: nn.Module) -> Iterator[tuple[int, int, int, str]]:
 
 
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move what is not converted (biases, norms, embeddings, buffers), except what has no data."""
+    """Move what this run has not converted (biases, norms, embeddings, buffers), except what has no data."""
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is None or isinstance(parameter, QuantizedWeight) or _without_data(parameter):
+            if parameter is None or _without_data(parameter):
                 continue
-            parameter.data = parameter.data.to(device)
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)
         for name, buffer in module._buffers.items():

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import return_and_correct_aliasing as return_and_correct_aliasing
 
@@ -409,6 +410,14 @@ def autocast_entries(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return sorted(found)
 
 
+def autocast_state() -> tuple[Any, ...]:
+    """What autocast does at this moment, on every device that may have it on."""
+    state: list[Any] = []
+    for device in ("cpu", "cuda", "xpu"):
+        state += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+    return tuple(state)
+
+
 def enters_autocast(node: torch.fx.Node) -> bool:
     """Whether a node enters a region of autocast; its arguments are those of `torch.autocast`."""
     from torch.amp import autocast_mode
@@ -457,11 +466,14 @@ _SAME_VALUE = frozenset(
 )
 
 
-def recorded_value(tensor: Tensor, recording: Any) -> torch.fx.Node | None:
-    """The node of the recorded graph whose rows `tensor` holds; None if it is not recorded.
+def recorded_value(tensor: Tensor, recording: Any) -> tuple[torch.fx.Node, tuple[torch.dtype, ...]] | None:
+    """What the rows of `tensor` are in the recorded graph; None if it is not recorded.
 
-    Reshapes that keep the last dimension, copies and aliases are looked through, so that two of them over one value
-    give the same node.
+    Reshapes that keep the last dimension, copies, aliases and casts (of autocast) are looked through, so that two of
+    them over one value give the same.
+
+    Returns:
+        The node that computes the value, and the dtypes to which it was then cast, the last one first.
     """
     if torch._is_functional_tensor(tensor):
         torch._sync(tensor)
@@ -473,19 +485,21 @@ def recorded_value(tensor: Tensor, recording: Any) -> torch.fx.Node | None:
     if slot is None:
         return None
     node: torch.fx.Node = slot.proxy.node
-    while node.op == "call_function" and node.target in _SAME_VALUE:
-        source = node.args[0]
-        if not isinstance(source, torch.fx.Node) or not _same_rows(node, source):
+    casts: list[torch.dtype] = []
+    while node.op == "call_function" and isinstance(source := node.args[0] if node.args else None, torch.fx.Node):
+        if node.target is torch.ops.aten._to_copy.default and node.kwargs.keys() == {"dtype"}:
+            casts.append(node.kwargs["dtype"])  # type: ignore[arg-type]
+        elif node.target not in _SAME_VALUE or not _same_rows(node, source):
             break
         node = source
-    return node
+    return node, tuple(casts)
 
 
 def _same_rows(node: torch.fx.Node, source: torch.fx.Node) -> bool:
     after, before = node.meta.get("val"), source.meta.get("val")
     if not isinstance(after, Tensor) or not isinstance(before, Tensor) or not after.dim() or not before.dim():
         return False
-    return bool(after.shape[-1] == before.shape[-1])
+    return statically_known_true(after.shape[-1] == before.shape[-1])
 
 
 def runs_at_once() -> bool:

@@ -176,7 +176,9 @@ def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, al
         raise unsupported(func, (bias,), {})
     if isinstance(b, QuantizedWeight) and (beta, alpha) == (1, 1) and tuple(bias.shape) == (b.shape[1],):
         return times_right(a, b, bias)
-    return torch.add(beta * bias, _multiply(func, a, b), alpha=alpha)
+    product = _multiply(func, a, b)
+    # As torch has it: with beta = 0 the addend does not count, not even a NaN in it.
+    return product * alpha if beta == 0 else torch.add(beta * bias, product, alpha=alpha)
 
 
 @implements(aten.linear.default)

@@ -226,7 +226,7 @@ class QuantizedWeight(torch.Tensor):
         """
         if self.pending is not None:
             raise PendingWeightError(
-                f"'{self.pending.path}' is planned for {self.spec.weight} but has no data yet: load it with "
+                f"{self.label} is planned for {self.spec.weight} but has no data yet: load it with "
                 "load_state_dict or copy_ before it is used"
             )
         return self
@@ -313,7 +313,8 @@ class QuantizedWeight(torch.Tensor):
         kwargs = kwargs or {}
         handler = ATEN.get(func)
         if handler is None:
-            result = func.decompose(*args, **kwargs)
+            decompose = getattr(func, "decompose", None)
+            result = NotImplemented if decompose is None else decompose(*args, **kwargs)
             if result is NotImplemented:
                 raise unsupported(func, args, kwargs)
             return result
@@ -331,10 +332,9 @@ def root_of(weight: QuantizedWeight) -> QuantizedWeight:
 
 def unsupported(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> UnsupportedError:
     """The error for an operator that has no meaning on the converted weights among its arguments."""
-    found = [a for a in (*args, *kwargs.values()) if isinstance(a, QuantizedWeight)]
-    nested = [w for a in args if isinstance(a, (list, tuple)) for w in a if isinstance(w, QuantizedWeight)]
-    names = ", ".join(weight.label for weight in (found or nested)) or "a converted weight"
-    if func._schema.is_mutable:
+    weights = _weights_in((*args, *kwargs.values()))
+    names = ", ".join(weight.label for weight in weights) or "a converted weight"
+    if _written_by(func, args):
         advice = (
             "its values cannot be changed in place: copy_ or load_state_dict give it new ones, "
             "olq_fx.dequantize_(model) gives the original precision back"
@@ -344,6 +344,18 @@ def unsupported(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Unsup
             "weight.dequantize() gives its values as a plain tensor, olq_fx.dequantize_(model) undoes the conversion"
         )
     return UnsupportedError(f"{func} is not defined for {names}, which is quantized; {advice}")
+
+
+def _weights_in(values: Sequence[Any]) -> list[QuantizedWeight]:
+    flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+    return [item for item in flat if isinstance(item, QuantizedWeight)]
+
+
+def _written_by(func: Any, args: Sequence[Any]) -> list[QuantizedWeight]:
+    """The converted weights that an operator would write to."""
+    schema = getattr(func, "_schema", None)
+    named = zip(args, schema.arguments if schema is not None else (), strict=False)
+    return _weights_in([value for value, argument in named if argument.alias_info and argument.alias_info.is_write])
 
 
 def _as_bytes(part: Tensor) -> tuple[Tensor, torch.dtype]:

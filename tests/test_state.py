@@ -1,9 +1,12 @@
 """State dicts of converted models: plain tensors out, those or original precision in, and what does not fit."""
 
 import collections
+import copy
 import functools
 import io
+import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -314,6 +317,18 @@ def test_ties_stay_ties(assign: bool):
     empty.load_state_dict(model.state_dict(), assign=assign)
     assert empty[0].weight is empty[1].weight
     assert_same_bits(empty[0].weight.codes, model[0].weight.codes)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_model_load_for_themselves(copied: Callable[[nn.Module], Model]):
+    model, state = quantized("int8"), original(seed=1).state_dict()
+    other = copied(model)
+    before = [part.clone() for part in parts_of(model)]
+    other.load_state_dict(state)
+    for part, kept in zip(parts_of(model), before, strict=True):
+        assert_same_bits(part, kept)
+    assert_same_output(other, quantized("int8", seed=1))
+    assert list(other.state_dict()) == list(model.state_dict())
 
 
 def test_swapping_parameters_on_load():

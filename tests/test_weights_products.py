@@ -156,6 +156,8 @@ def test_addmm_with_factors_and_a_full_addend():
     y = torch.addmm(bias, x, weight.T, beta=0.5, alpha=2.0)
     torch.testing.assert_close(y, 0.5 * bias + 2.0 * definition(x, weight))
     torch.testing.assert_close(torch.addmm(bias, x, weight.T), bias + definition(x, weight))
+    ignored = torch.full((40,), float("nan"))
+    assert_same_bits(torch.addmm(ignored, x, weight.T, beta=0), definition(x, weight))
 
 
 EINSUMS = [

@@ -315,6 +315,13 @@ def test_processes_share_the_parts():
     assert_same_bits(layer.weight.dequantize(), values)
 
 
+def test_outputs_that_are_given_are_refused_as_such():
+    """What is written to is the output, not the weight: the advice is another one."""
+    weight, x = converted(torch.randn(40, 96)), torch.randn(6, 96)
+    with pytest.raises(UnsupportedError, match=r"mm\.out.*weight\.dequantize\(\)"), torch.no_grad():
+        torch.mm(x, weight.T, out=torch.empty(6, 40))
+
+
 def test_an_optimizer_step_is_refused():
     weight = nn.Parameter(converted(torch.randn(40, 96)), requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
