@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from olq_fx.passes import pipeline
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -184,3 +186,17 @@ def above_the_passes() -> set[str]:
 def test_only_passes_and_what_stands_on_them_know_fx(path: Path):
     known = [name for name in imports(ast.parse(path.read_text())) if name.startswith("torch.fx")]
     assert path.parent.name == "passes" or path.stem in above_the_passes() | {"torch_private"} or not known, known
+
+
+PASS_MODULES = [factory.__module__ for factory in pipeline.PASSES]
+
+
+@pytest.mark.parametrize("module", PASS_MODULES)
+def test_a_pass_knows_no_other_pass(module: str):
+    """But for `annotate`, which writes the labels that later passes read."""
+    path = ROOT / "passes" / f"{module.rpartition('.')[2]}.py"
+    others = set(PASS_MODULES) - {module, "olq_fx.passes.annotate"}
+    known = [
+        name for name in imports(ast.parse(path.read_text())) if name in others or name.rpartition(".")[0] in others
+    ]
+    assert not known
