@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from olq_fx.errors import BackendError
 from olq_fx.weights import QuantizedWeight, WeightSpec
 
-Specs = tuple[WeightSpec | None, ...]
-"""For each weight of a graph, the formats that it comes in with; None for one in original precision."""
+Specs = tuple[WeightSpec | bool, ...]
+"""For each weight of a graph, its formats; of one in original precision, whether it requires a gradient."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class Variant:
         """Whether the weights that come in are those that the code expects."""
         for index, spec in self._weights:
             value = inputs[index]
-            if spec is None:
+            if isinstance(spec, bool):
                 known = self._left[index].get(id(value)) if index in self._left else None
-                if known is None or known() is not value:
+                if known is None or known() is not value or inputs[index].requires_grad is not spec:
                     return False
             elif value.__class__ is not QuantizedWeight or (value.spec is not spec and value.spec != spec):
                 return False
@@ -83,13 +83,16 @@ class Variant:
     def leave(self, inputs: Sequence[Any]) -> None:
         """Accept these parameters as those that are left in original precision."""
         for index, spec in self._weights:
-            if spec is None:
+            if isinstance(spec, bool):
                 self._left.setdefault(index, {})[id(inputs[index])] = weakref.ref(inputs[index])
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         """Run the code."""
-        parts = {index: inputs[index].ready().parts for index, spec in self._weights if spec is not None}
+        parts = {index: inputs[index].ready().parts for index, spec in self._weights if not isinstance(spec, bool)}
         return self.code(*[inputs[i] if part is None else parts[i][part] for i, part in self._steps])
+
+
+CompileVariant = Callable[[Sequence[Position], Specs, Sequence[Any] | None], Variant]
 
 
 class Compiled:
@@ -98,7 +101,7 @@ class Compiled:
     def __init__(
         self,
         positions: Sequence[Position],
-        compile_variant: Callable[[Sequence[Position], Specs, Sequence[Any] | None], Variant],
+        compile_variant: CompileVariant,
         prepare: Callable[[Sequence[Any]], Sequence[Any]],
     ) -> None:
         """Compile nothing yet.
@@ -115,12 +118,14 @@ class Compiled:
         self._latest: Variant | None = None
         self._lock = threading.RLock()
 
-    def compile(self, inputs: Sequence[Any]) -> None:
-        """Compile for inputs that are prepared already, within Dynamo's compilation."""
-        specs = self._specs(inputs)
-        self._variants[specs] = self._compile_variant(self._positions, specs, inputs)
-        self._variants[specs].leave(inputs)
-        self._latest = self._variants[specs]
+    def compile(self, inputs: Sequence[Any], compile_variant: CompileVariant) -> None:
+        """Compile for inputs that are prepared already, within Dynamo's compilation; known formats need nothing new."""
+        with self._lock:
+            specs = self._specs(inputs)
+            if specs not in self._variants:
+                self._variants[specs] = compile_variant(self._positions, specs, inputs)
+            self._variants[specs].leave(inputs)
+            self._latest = self._variants[specs]
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the code for what comes in.
@@ -159,4 +164,4 @@ class Compiled:
 
     def _specs(self, inputs: Sequence[Any]) -> Specs:
         found = (inputs[position.index] for position in self._positions)
-        return tuple(value.spec if isinstance(value, QuantizedWeight) else None for value in found)
+        return tuple(value.spec if isinstance(value, QuantizedWeight) else value.requires_grad for value in found)

@@ -11,6 +11,7 @@ is planned for the root module and converted (`sessions`), then the passes and t
 import functools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class Backend:
         self._sessions = Sessions(config, strict, root)
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._graphs = 0
+        self._compiled: weakref.WeakValueDictionary[Any, Compiled] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
         self.__name__ = "olq_fx"
 
@@ -142,9 +144,16 @@ class Backend:
         positions = job.positions(live)
         if frame is not None:
             _guard_weights(frame, gm, {position.index: live[position.index] for position in positions})
-        compiled = Compiled(positions, job.variant, job.prepare)
-        compiled.compile(live)
+        compiled = self._shared(job.key(positions), Compiled(positions, job.variant, job.prepare))
+        compiled.compile(live, job.variant)
         return compiled
+
+    def _shared(self, key: Any, compiled: Compiled) -> Compiled:
+        """The code of an equal graph, if there is one: Dynamo traces again what differs in formats only."""
+        if key is None:
+            return compiled
+        with self._lock:
+            return self._compiled.setdefault(key, compiled)
 
     def _dump(self) -> Path | None:
         """A folder for the dumps of one graph."""

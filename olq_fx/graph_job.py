@@ -79,6 +79,18 @@ class GraphJob:
         live, self._session = self._sessions.prepare(frame, self._template, self._sources, values)
         return live
 
+    def key(self, positions: Sequence[Position]) -> Any:
+        """What two captured graphs have in common if code for one serves the other; None if none can.
+
+        Code for symbolic sizes rests on the guards of its own compilation.
+        """
+        weights = {position.index for position in positions}
+        inputs = [_described(node, i in weights) for i, node in enumerate(_inputs(self._template))]
+        if self._code is None or None in inputs:
+            return None
+        state = (torch.is_grad_enabled(), *torch_private.autocast_state())
+        return self._code, str(self._template.graph), tuple(inputs), state, self._mode, repr(self._options)
+
     def positions(self, live: Sequence[Any]) -> tuple[Position, ...]:
         """The inputs that are used as linear layers and are owned by somebody."""
         scratch = torch_private.copy_graph(self._template)
@@ -95,20 +107,23 @@ class GraphJob:
 
         Args:
             positions: its weights.
-            specs: their formats, None for those in original precision.
+            specs: their formats; of those in original precision, whether they require a gradient.
             live: what comes in, within Dynamo's compilation; None after it.
 
         Raises:
             BackendError: the inner compiler failed.
         """
         gm = torch_private.copy_graph(self._template)
-        weights = tuple(
-            _planned(position, spec) for position, spec in zip(positions, specs, strict=True) if spec is not None
-        )
+        weights = []
+        for position, spec in zip(positions, specs, strict=True):
+            if not isinstance(spec, bool):
+                weights.append(_planned(position, spec))
+            elif live is None:
+                _require_gradient(_inputs(gm)[position.index], spec)
         values = [node.meta.get(VALUE) for node in _inputs(gm)] if live is None else live
         swapped = {weight.placeholder for weight in weights}
         gradients = _gradients(gm, (v for v, node in zip(values, _inputs(gm), strict=True) if node.name not in swapped))
-        records = pipeline.run(gm, Context(weights, gradients), dump_dir=self._next_dump())
+        records = pipeline.run(gm, Context(tuple(weights), gradients), dump_dir=self._next_dump())
         self._report(records)
         steps = [self._step(node) for node in _inputs(gm)]
         inputs = [_input(node, step, live) for node, step in zip(_inputs(gm), steps, strict=True)]
@@ -148,6 +163,17 @@ def _inputs(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
+def _described(node: Node, is_weight: bool) -> Any:
+    """What code depends on in an input; None if it is not static."""
+    value = node.meta.get(VALUE)
+    if not isinstance(value, Tensor):
+        return None
+    extents = (*value.shape, *value.stride())
+    if not all(isinstance(torch_private.known_extent(extent), int) for extent in extents):
+        return None
+    return (tuple(map(int, extents)), value.dtype, value.device, not is_weight and value.requires_grad)
+
+
 def _hide_subclass(node: Node) -> None:
     """Let the passes see a plain matrix where Dynamo saw a converted weight."""
     value = node.meta.get(VALUE)
@@ -155,6 +181,14 @@ def _hide_subclass(node: Node) -> None:
         mode = torch_private.fake_mode_of(value.parts)
         node.meta[_SUBCLASS] = value
         node.meta[VALUE] = torch_private.fake_like(mode, value, value.device)
+        node.type = nn.Parameter
+
+
+def _require_gradient(node: Node, required: bool) -> None:
+    """Let the fake of a plain parameter require a gradient, or not."""
+    value = node.meta.get(VALUE)
+    if isinstance(value, Tensor) and value.requires_grad != required:
+        node.meta[VALUE] = value.detach().requires_grad_(required)
 
 
 def _planned(position: Position, spec: WeightSpec) -> PlannedWeight:
