@@ -10,6 +10,7 @@ ARGS ?=
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+BENCHMARKS := import_time conversion linear_latency
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-llm test check format readme notebooks bench sweep clean
@@ -53,8 +54,8 @@ readme: $(STAMP) ## write the generated tables of README.md anew
 notebooks: $(STAMP) ## run the notebooks
 	$(BIN)/pytest tests/test_notebooks.py $(ARGS)
 
-bench: $(STAMP) ## measure everything against its peers and rewrite benchmarks/results
-	for program in benchmarks/bench_*.py; do $(BIN)/python $$program $(ARGS) || exit; done
+bench: $(STAMP) ## measure against peers (ARGS=--save writes benchmarks/results)
+	@failed=0; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || failed=1; done; exit $$failed
 
 sweep: $(STAMP) ## every scheme, route, dtype and model, compiled (long)
 	$(BIN)/pytest -m slow $(ARGS)

@@ -115,5 +115,11 @@ def test_every_target_is_in_the_help():
     assert targets == set(phony.split())
 
 
+def test_every_benchmark_is_behind_a_target():
+    programs = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"__main__"' in path.read_text()]
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in programs if not re.search(rf"\b{name}\b", makefile)] == []
+
+
 if __name__ == "__main__":
     rewrite()
