@@ -2,9 +2,11 @@
 #
 #   PYTHON  the interpreter that .venv is made with
 #   TORCH   another torch than the default, one of the pairs in constraints.txt: `make test TORCH=2.14.1`
+#   JOBS    how many processes run the tests, each with one thread: one a core unless it is said
 #   ARGS    passed on to the program behind a target: `make demo ARGS=--all`, `make test ARGS="-k scales -x"`
 
 PYTHON ?= python3
+JOBS ?= auto
 TORCH ?=
 ARGS ?=
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
@@ -35,7 +37,7 @@ demo-llm: $(STAMP) ## every scheme on a small decoder: perplexity, KL, a sentenc
 	$(BIN)/python benchmarks/demo_llm.py $(ARGS)
 
 test: $(STAMP) ## all tests but the full sweep and those for a GPU; notebooks, README and the wheel are among them
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .
