@@ -13,7 +13,7 @@ from olq_fx.testing import assert_same_bits, half_step_bound, tensors
 CASES = [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.rules]
 EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), CASES, ids=[f"{fmt.name}-{rule}" for fmt, rule in CASES])
 MXFP4_FORMATS = pytest.mark.parametrize("fmt", [FORMATS["mxfp4"], FORMATS["mxfp4_dualscale"]], ids=lambda f: f.name)
-FEW = settings(max_examples=12)
+FEW = settings(max_examples=settings().max_examples // 6)
 
 # Values away from the ends of float32, where no intermediate of any format is subnormal or overflows.
 NORMAL = tensors(

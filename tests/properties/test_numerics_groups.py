@@ -16,7 +16,7 @@ CUT = [(f, rule) for f, rule in CASES if f.group[0] is not None and f.coarse != 
 EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), CASES, ids=[f"{fmt.name}-{rule}" for fmt, rule in CASES])
 EVERY_ROW_RULE = pytest.mark.parametrize(("fmt", "rule"), PER_ROW, ids=[f"{fmt.name}-{rule}" for fmt, rule in PER_ROW])
 EVERY_CUT_RULE = pytest.mark.parametrize(("fmt", "rule"), CUT, ids=[f"{fmt.name}-{rule}" for fmt, rule in CUT])
-FEW = settings(max_examples=12)
+FEW = settings(max_examples=settings().max_examples // 6)
 ANY = tensors(rows=(1, 6), columns=(1, 600), nonfinite=False)
 WITH_NONFINITE = tensors(rows=(1, 6), columns=(1, 600), nonfinite=True)
 
