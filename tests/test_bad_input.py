@@ -37,7 +37,9 @@ def test_an_unknown_or_contradictory_word(route, unchanged, config, said):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("config", [3, 1.5, True, object(), b"fp8", ["fp8"], torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "config", [3, 1.5, True, object(), b"fp8", ["fp8"], torch.float8_e4m3fn], ids=lambda value: type(value).__name__
+)
 def test_a_configuration_of_a_type_that_is_never_accepted(route, unchanged, config):
     case = model_case("llama_block")
     with unchanged(case.model), pytest.raises(TypeError) as caught:
@@ -88,7 +90,7 @@ def test_an_unsupported_dtype_of_a_weight(unchanged, dtype):
 
 def test_an_unsupported_dtype_of_a_compiled_weight(routes, unchanged):
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 8, dtype=torch.complex64))
-    with unchanged(model), pytest.raises(ConversionError, match=r"0\.weight.*complex64"):
+    with unchanged(model), pytest.raises(OlqFxError, match=r"0\.weight"):
         routes["backend"](model, "fp8", torch.ones(2, 8, dtype=torch.complex64))
 
 
