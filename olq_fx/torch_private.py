@@ -111,6 +111,19 @@ def steers_dynamo(error: Exception) -> bool:
     return isinstance(error, tuple(getattr(exc, name) for name in names if hasattr(exc, name)))
 
 
+def hide_from_dynamo(function: Any) -> None:
+    """Let Dynamo never compile a Python function, nor what it calls, when it runs by itself.
+
+    Where Dynamo gives up on a frame it tries those that the frame calls: without this, those of our own kernels too.
+    (`torch.compiler.disable` would do it, and import Dynamo.)
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    function = getattr(function, "__func__", function)
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
 @contextlib.contextmanager
 def trace_unnoticed() -> Iterator[Callable[[], None]]:
     """Trace with Dynamo, and leave nothing behind that the user's own compilations would notice.
@@ -500,6 +513,25 @@ def _same_rows(node: torch.fx.Node, source: torch.fx.Node) -> bool:
     if not isinstance(after, Tensor) or not isinstance(before, Tensor) or not after.dim() or not before.dim():
         return False
     return statically_known_true(after.shape[-1] == before.shape[-1])
+
+
+def converts_a_module() -> bool:
+    """Whether the caller was called by `Module.to`, `.half`, `.cpu`, `.to_empty` and the like, for a parameter."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_APPLY_DEPTH):
+        frame = None if frame is None else frame.f_back
+        if frame is None or frame.f_code is nn.Module._apply.__code__:
+            break
+    return frame is not None and frame.f_code is nn.Module._apply.__code__
+
+
+def takes_data_of(parameter: Tensor, value: Tensor) -> bool:
+    """Whether `parameter.data = value` is possible (not from or to meta)."""
+    return torch._has_compatible_shallow_copy_type(parameter, value)
+
+
+_APPLY_DEPTH = 6
+"""Frames between a tensor's own function and `Module._apply`: that of the function handed to it, and a few more."""
 
 
 def runs_at_once() -> bool:

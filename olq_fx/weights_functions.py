@@ -7,19 +7,21 @@
 """
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from olq_fx import panels, torch_private
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.weights_products import along_k
-from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, overrides, root_of
+from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, UnflattenedWeight, overrides, root_of
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @overrides(functional.linear)
@@ -214,6 +216,8 @@ def become(weight: QuantizedWeight, other: QuantizedWeight) -> None:
     other.requires_grad_(weight.requires_grad)
     other.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in OWN_ATTRIBUTES})
     try:
+        if weakref.getweakrefs(weight):
+            gc.collect()  # what a failed or finished compilation has left behind
         _swap(weight, other)
     except RuntimeError as error:
         raise PendingWeightError(f"{weight.label} cannot be given data while it is in use: {error}") from error
@@ -231,6 +235,27 @@ def _set_data(func: Any, weight: QuantizedWeight, value: Tensor) -> None:
         return
     with torch.no_grad():
         _copy_(Tensor.copy_, weight, value)
+
+
+@overrides(
+    Tensor.to,
+    Tensor.type,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.float,
+    Tensor.double,
+    Tensor.cpu,
+    Tensor.cuda,
+    torch.empty_like,
+)
+def _converted(func: Any, weight: QuantizedWeight, *args: Any, **kwargs: Any) -> Any:
+    """A weight with another dtype or device; for `Module.to` and the like, such that they assign it in place."""
+    result = func(weight, *args, **kwargs)
+    converts = isinstance(result, QuantizedWeight) and torch_private.converts_a_module()
+    if converts and isinstance(weight, nn.Parameter) and torch_private.takes_data_of(weight, result):
+        result = result.like()
+        result.__class__ = UnflattenedWeight
+    return result
 
 
 @overrides(Tensor.share_memory_)

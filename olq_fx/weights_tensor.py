@@ -325,6 +325,19 @@ class QuantizedWeight(torch.Tensor):
         return handler(func, *args, **kwargs)
 
 
+class UnflattenedWeight(QuantizedWeight):
+    """What `Module.to` and the like are given, who keep it only for the time of `parameter.data = ...`.
+
+    For a tensor that can be flattened they would exchange the content of two tensors instead, which torch refuses where
+    somebody holds a weak reference to the parameter; a compiled training step does.
+    """
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Not there."""
+        raise AttributeError("__tensor_flatten__")
+
+
 def root_of(weight: QuantizedWeight) -> QuantizedWeight:
     """The weight that data must reach when they are copied into `weight`: of `parameter.data`, the parameter."""
     return weight if isinstance(weight, torch.nn.Parameter) or weight.root is None else weight.root

@@ -18,7 +18,8 @@ _aliasing: Callable[..., Any] = torch_private.return_and_correct_aliasing
 
 @implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default, metadata_only=True)
 def _alias(func: Any, weight: QuantizedWeight) -> Any:
-    return _aliasing(func, (weight,), {}, weight.view_like())
+    alias = weight.view_like()
+    return _aliasing(func, (weight,), {}, alias) if type(weight) is QuantizedWeight else alias
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, metadata_only=True)

@@ -383,6 +383,17 @@ def test_a_weight_in_use_elsewhere_is_refused_by_name():
     assert weight.pending is not None
 
 
+@torch.no_grad()
+def test_a_failed_compilation_does_not_stand_in_the_way():
+    layer = nn.Linear(96, 40, dtype=torch.bfloat16)
+    layer.weight = weight = pending((40, 96))
+    x = torch.randn(2, 96).bfloat16()
+    with pytest.raises(Exception, match=r"'layer\.weight' is planned"):
+        torch.compile(layer, backend="eager")(x)
+    weight.copy_(torch.randn(40, 96))
+    assert layer(x).shape == (2, 40)
+
+
 def test_nothing_of_the_original_stays_alive():
     before = set(storage_census())
     values = torch.randn(512, 512)
