@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olq_fx import numerics
+from olq_fx import numerics, torch_private
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import get_format
 from olq_fx.kernels import native, reference
@@ -158,6 +158,8 @@ def _register() -> None:
         name = f"olq_fx::{implementation.__name__}"
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         _LIBRARY.impl(name, getattr(native, implementation.__name__), "CPU")
+        torch_private.hide_from_dynamo(implementation)
+        torch_private.hide_from_dynamo(getattr(native, implementation.__name__))
         torch.library.register_fake(name, fake, lib=_LIBRARY)
     for name in ("olq_fx::quantize", "olq_fx::dequantize"):
         torch.library.register_autograd(name, _not_differentiable, lib=_LIBRARY)

@@ -123,7 +123,8 @@ def _check_quantized_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    left = dequantize(tuple(x), FORMATS[activation_format], k)
+    # Without an activation format the only part is the input itself.
+    left = dequantize(tuple(x), FORMATS[activation_format], k) if activation_format else x[0].detach().float()
     right = dequantize(tuple(weight), FORMATS[weight_format], k)
     if result.dtype != dtype:
         raise AssertionError(f"dtype {result.dtype}, asked for {dtype}")

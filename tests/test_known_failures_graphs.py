@@ -121,20 +121,27 @@ torch.compile(torch.relu)(torch.ones(3))  # what torch.compile itself sets on it
 before = settings()
 import olq_fx
 states = {"import": settings()}
-first, second = torch.nn.Sequential(torch.nn.Linear(64, 64)), torch.nn.Sequential(torch.nn.Linear(64, 64))
-state = torch.random.get_rng_state()
-torch.manual_seed(torch.initial_seed())
-x = torch.ones(2, 64)
-with torch.no_grad():
-    torch.compile(first, backend=olq_fx.backend("fp8_per_block"))(x)
-    states["backend"] = settings()
-    olq_fx.quantize_(second, "mxfp4")
-    second(x)
-    states["quantize_"] = settings()
-try:
-    olq_fx.quantize_(second, "fp8", ignore=["nothing"])
-except olq_fx.PlanError:
-    states["error"] = settings()
+
+def quantized(use):
+    # Initialization draws random numbers; what is looked at is whether the library does.
+    with torch.random.fork_rng(), torch.no_grad():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        state = torch.random.get_rng_state()
+        use(model, torch.ones(2, 64))
+        assert torch.equal(state, torch.random.get_rng_state())
+    return settings()
+
+def with_error(model, x):
+    try:
+        olq_fx.quantize_(model, "fp8", ignore=["nothing"])
+    except olq_fx.errors.PlanError:
+        return
+    raise SystemExit("no error")
+
+states["backend"] = quantized(lambda model, x: torch.compile(model, backend=olq_fx.backend("fp8_per_block"))(x))
+states["quantize_"] = quantized(lambda model, x: (olq_fx.quantize_(model, "mxfp4"), model(x)))
+states["error"] = quantized(with_error)
+
 def difference(old, new):
     if isinstance(old, dict):
         return {key: [old[key], new.get(key)] for key in old if old[key] != new.get(key)}

@@ -277,7 +277,7 @@ def test_17_an_exact_path_opts_a_router_in(route):
     ]
 
 
-@every_scheme
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4", "nvfp4_weight_only"])
 @pytest.mark.parametrize("name", MODELS)
 def test_18_the_report_lists_exactly_what_changed(route, scheme, name):
     case = model_case(name)

@@ -124,12 +124,11 @@ def test_03_float16_overflows_only_where_the_dequantized_product_does(route, sch
 
 
 @every_scheme
-@pytest.mark.parametrize("scale", [1e-4, 1e-7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_04_small_weights_have_the_same_relative_error(scheme, scale, dtype):
+def test_04_small_weights_have_the_same_relative_error(scheme, dtype):
     values = torch.randn(64, 512)
     errors = []
-    for factor in (1.0, scale):
+    for factor in (1.0, 1e-4, 1e-7):
         model = layer(64, 512, dtype, bias=False)
         with torch.no_grad():
             model.weight.copy_(values * factor)
@@ -137,11 +136,11 @@ def test_04_small_weights_have_the_same_relative_error(scheme, scale, dtype):
         olq_fx.quantize_(model, scheme)
         errors.append(sqnr(model.weight.dequantize(torch.float32), original))
     # 1e-4 and 1e-7 are no powers of two, so that values fall on other places of their steps.
-    assert errors[1] == pytest.approx(errors[0], abs=0.2)
+    assert errors[1:] == pytest.approx([errors[0]] * 2, abs=0.2)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8_per_channel_weight_only"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_05_int8_of_normal_weights_has_42_1_db(route, scheme, dtype):
     model = layer(4096, 1024, dtype, bias=False)
     nn.init.normal_(model.weight)
@@ -150,7 +149,7 @@ def test_05_int8_of_normal_weights_has_42_1_db(route, scheme, dtype):
     assert round(sqnr(model.weight.dequantize(torch.float32), original), 1) == 42.1
 
 
-@every_scheme
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4", "fp8_weight_only"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_06_a_non_finite_weight_is_refused_by_name(route, unchanged, scheme, value):
     model = nn.Sequential(layer(24, 40), nn.Sequential(layer(17, 24), layer(8, 17)))
@@ -216,24 +215,29 @@ def test_07_rows_do_not_depend_on_the_batch(scheme, dtype):
 
 
 @every_scheme
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_31_input_gradient_is_that_of_the_dequantized_product(route, scheme, dtype):
-    model = layer(24, 72, dtype)
-    x = torch.randn(2, 3, 72).to(dtype)
-    quantized = route(model, scheme, x)
+def test_31_input_gradient_is_that_of_the_dequantized_product(route, scheme):
+    for dtype in DTYPES:
+        model = layer(24, 72, dtype)
+        x = torch.randn(2, 3, 72).to(dtype)
+        quantized = route(model, scheme, x)
+        check_gradients(quantized.run, model, x, upstream=torch.randn(2, 3, 24).to(dtype))
+
+
+def check_gradients(run, model: nn.Linear, x: torch.Tensor, upstream: torch.Tensor) -> None:
+    """Of a given gradient of the output, and of `out.sum().backward()`, whose gradient is expanded from one element."""
     weight = model.weight.dequantize(torch.float32)
-    upstream = torch.randn(2, 3, 24).to(dtype)
     for gradient in (upstream, None):
         inputs = x.clone().requires_grad_()
-        y = quantized.run(inputs)
+        y = run(inputs)
         if gradient is None:
             y.sum().backward()
         else:
             y.backward(gradient)
         used = torch.ones_like(upstream) if gradient is None else gradient
         assert inputs.grad is not None
+        assert inputs.grad.shape == x.shape
+        assert inputs.grad.dtype == x.dtype
         assert_product_close(inputs.grad.reshape(6, 72), used.reshape(6, 24).float(), weight.T)
-        assert_same_bits(inputs.grad.shape, x.shape)
     assert model.weight.grad is None
     assert not model.weight.requires_grad
     assert model.bias.grad is not None

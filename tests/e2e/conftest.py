@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import olq_fx
 from olq_fx.testing import assert_operator_right, assert_sqnr, model_case, sqnr
@@ -104,9 +106,24 @@ def trained_qwen3(layers: int | None) -> ZooCase:
 
 def from_config(name: str, **config: Any) -> ZooCase:
     """A model with random weights, of few and small layers."""
-    shared = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    model = getattr(transformers(), f"{name}Model")(getattr(transformers(), f"{name}Config")(**shared, **config))
+    model = getattr(transformers(), f"{name}Model")(configuration(name, **config))
     return of_transformers(model, input_ids=torch.arange(3, 93, 10).view(1, 9), use_cache=False)
+
+
+def block(name: str, **config: Any) -> ZooCase:
+    """One decoder layer with random weights, and rotary embeddings for its positions."""
+    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    settings = configuration(name, **config)
+    settings._attn_implementation = "sdpa"
+    hidden = torch.randn(2, 9, settings.hidden_size)
+    rotary = getattr(module, f"{name}RotaryEmbedding")(settings)(hidden, torch.arange(9)[None])
+    layer = getattr(module, f"{name}DecoderLayer")(settings, layer_idx=0)
+    return of_transformers(layer, hidden_states=hidden, position_embeddings=rotary)
+
+
+def configuration(name: str, **config: Any) -> Any:
+    shared = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return getattr(transformers(), f"{name}Config")(**shared, **config)
 
 
 def of_transformers(model: nn.Module, **kwargs: Any) -> ZooCase:
@@ -125,12 +142,14 @@ def small(name: str) -> ZooCase:
 
 _DECODER = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
 
+# Of the trained models only the first layer: tracing is what costs time. All their layers run in test_quality.py.
+
 ZOO: dict[str, Callable[[], ZooCase]] = {
-    "minilm": lambda: minilm(layers=2),
+    "minilm": lambda: minilm(layers=1),
     "gpt2": lambda: from_config("GPT2", n_embd=64, n_head=4, n_layer=1, n_positions=32),
-    "llama": lambda: from_config("Llama", num_hidden_layers=1, **_DECODER),
-    "qwen3": lambda: from_config("Qwen3", num_hidden_layers=1, head_dim=32, **_DECODER),
-    "trained_qwen3": lambda: trained_qwen3(layers=2),
+    "llama": lambda: block("Llama", **_DECODER),
+    "qwen3": lambda: block("Qwen3", head_dim=32, **_DECODER),
+    "trained_qwen3": lambda: trained_qwen3(layers=1),
     "attention": lambda: small("attention"),
     "f_linear": lambda: small("f_linear"),
     "matmul_transposed": lambda: small("matmul_transposed"),
@@ -138,12 +157,17 @@ ZOO: dict[str, Callable[[], ZooCase]] = {
 }
 
 
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """The same nest of values with its floating tensors in a dtype."""
+    return tree_map(lambda v: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v, values)
+
+
 @functools.cache
 def _original(name: str, dtype: torch.dtype) -> ZooCase:
     if dtype != torch.float32:
         case = _original(name, torch.float32)
-        args = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in case.args)
-        return dataclasses.replace(case, model=copy.deepcopy(case.model).to(dtype), args=args)
+        args, kwargs = (cast(values, dtype) for values in (case.args, case.kwargs))
+        return dataclasses.replace(case, model=copy.deepcopy(case.model).to(dtype), args=args, kwargs=kwargs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         case = ZOO[name]()
