@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import return_and_correct_aliasing as return_and_correct_aliasing
 
@@ -512,6 +511,8 @@ def _same_rows(node: torch.fx.Node, source: torch.fx.Node) -> bool:
     after, before = node.meta.get("val"), source.meta.get("val")
     if not isinstance(after, Tensor) or not isinstance(before, Tensor) or not after.dim() or not before.dim():
         return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy: not at import
+
     return statically_known_true(after.shape[-1] == before.shape[-1])
 
 
