@@ -20,6 +20,13 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md"]
 RESULTS = ROOT / "benchmarks" / "results"
+SHOWN = {
+    "demo": "A sentence encoder",
+    "demo_llm": "A decoder, on text that it has not seen",
+    "import_time": "What importing it adds to importing torch",
+    "compile_time": "What it adds to compilation",
+}
+"""The results that stand in the README, with their headings."""
 
 
 def scheme_table() -> str:
@@ -40,10 +47,18 @@ def report_block() -> str:
     return f"```text\n{olq_fx.quantize_(layers, {'linear': 'int8', 'ignore': ['down']})}\n```"
 
 
+def results_block() -> str:
+    """The saved tables of the demos and benchmarks that are short enough to show, and links to the others."""
+    saved = {path.stem: path.read_text().strip() for path in sorted(RESULTS.glob("*.md"))}
+    shown = [f"### {title}\n\n{saved[name]}" for name, title in SHOWN.items() if name in saved]
+    links = [f"- [{name}](benchmarks/results/{name}.md)" for name in saved if name not in SHOWN]
+    empty = "No table is saved yet: `make demo ARGS=--save`, `make bench ARGS=--save`, then `make readme`."
+    return "\n\n".join([*shown, "\n".join(links)]).strip() or empty
+
+
 def tables() -> dict[str, str]:
     """Every generated part of the README, by the name in its markers."""
-    results = {path.stem: path.read_text().strip() for path in sorted(RESULTS.glob("*.md"))}
-    return {"schemes": scheme_table(), "report": report_block(), **results}
+    return {"schemes": scheme_table(), "report": report_block(), "results": results_block()}
 
 
 def between(name: str) -> re.Pattern[str]:
@@ -65,7 +80,7 @@ def test_tables_are_the_generated_ones(name: str):
     assert shown == f"{tables()[name]}\n", "run `make readme`"
 
 
-@pytest.mark.parametrize("name", ["schemes", "report", "demo"])
+@pytest.mark.parametrize("name", ["schemes", "report", "results"])
 def test_the_table_is_shown(name: str):
     assert f"<!-- {name} -->" in README.read_text()
 
