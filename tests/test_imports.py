@@ -70,7 +70,7 @@ def test_import_adds_few_modules(loaded: dict[str, list[str]]):
 
 
 SETTINGS = """
-import json, logging, os, random, sys, threading, warnings
+import json, logging, os, random, sys, warnings
 import torch, torch._dynamo.config, torch._functorch.config, torch._inductor.config
 
 def snapshot():
@@ -78,7 +78,7 @@ def snapshot():
     return {
         **{c.__name__: repr(sorted(c.get_config_copy().items(), key=lambda kv: kv[0])) for c in configs},
         "environment": dict(os.environ),
-        "threads": [torch.get_num_threads(), threading.active_count()],
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "precision": [str(torch.get_default_dtype()), torch.get_float32_matmul_precision()],
         "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark],
         "autograd": torch.is_grad_enabled(),
