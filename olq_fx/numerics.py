@@ -180,7 +180,8 @@ def _four_over_six(grouped: Tensor, amax: Tensor, unit: Tensor, scale_for_6: Ten
     """The better e4m3 scale of each block: with its maximum at 6 or at 4, by the squared error of x / (6 g).
 
     In units of 6 g the value of a code is `code x s / 6`. A block keeps 6 on a tie, and where `amax / (4 g)` exceeds
-    448 before it is rounded.
+    448 before it is rounded. (So a block with 448 for 4 may get 6 when its values are quantized again: their quotient
+    may round to just above 448.)
     """
     scale_for_4 = scales.e4m3_scale(amax, unit * 4.0)
     scaled = grouped / (unit * 6.0)

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, database=None)
+# Busy machines draw slowly: that says nothing about a test.
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("ci")
 
 
