@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from olq_fx import torch_private
 from olq_fx.compiled import Compiled
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import BackendError, ConfigurationError, OlqFxError
+from olq_fx.errors import BackendError, ConfigurationError, OlqFxError, OlqFxWarning
 from olq_fx.graph_job import GraphJob
 from olq_fx.inner import Inner
 from olq_fx.owners import evaluate, is_parameter
@@ -130,7 +130,7 @@ class Backend:
         frame = torch_private.current_frame()
         try:
             return self._compile(frame, gm, example_inputs, mode, options)
-        except OlqFxError as error:
+        except (OlqFxError, OlqFxWarning) as error:
             if frame is None:
                 raise
             return functools.partial(_fail, error, frame)
@@ -168,7 +168,7 @@ class Backend:
             return self._dump_dir / f"graph_{self._graphs:03}"
 
 
-def _fail(error: OlqFxError, frame: torch_private.Frame, *inputs: Any) -> Any:
+def _fail(error: OlqFxError | OlqFxWarning, frame: torch_private.Frame, *inputs: Any) -> Any:
     """Raise an error, once: the next call compiles anew."""
     torch_private.forget_compiled(frame.code)
     raise error.with_traceback(None)
@@ -216,7 +216,7 @@ def dynamo_backend(
     frame = torch_private.current_frame()
     try:
         found = _named_backend(given)
-    except OlqFxError as error:
+    except (OlqFxError, OlqFxWarning) as error:
         if frame is None:
             raise
         return functools.partial(_fail, error, frame)

@@ -123,6 +123,15 @@ def test_messages_to_dynamo_pass_through():
     assert isinstance(model[0].weight, QuantizedWeight)
 
 
+def test_warning_that_is_an_error_is_raised_as_it_is(unchanged):
+    """With `-W error`, as in these tests."""
+    model = stack()
+    backend = olq_fx.backend({"linear": "int8", "ignore": ["nowhere"]}, inner="eager", strict=False)
+    compiled = torch.compile(model, backend=backend)
+    with unchanged(model), pytest.raises(olq_fx.OlqFxWarning, match="nowhere"):
+        compiled(X)
+
+
 # The registered name
 
 
