@@ -317,6 +317,10 @@ def _load() -> _Loaded:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Say what the functions take; an integer for each pointer into a tensor."""
+    library.olq_sizes.restype = ctypes.c_int64
+    sizes = sum(ctypes.sizeof(each) << 16 * i for i, each in enumerate((_Format, _Activation, _Output)))
+    if library.olq_sizes() != sizes:
+        raise OSError("its structures are laid out in another way")
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     format = ctypes.POINTER(_Format)
     library.olq_encode.argtypes = (
@@ -328,8 +332,4 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(ctypes.POINTER(_Activation), ctypes.POINTER(_Parts), format, ctypes.POINTER(_Output)),
         *(int64, int64, int64, int32),
     )
-    library.olq_sizes.restype = ctypes.c_int64
-    sizes = sum(ctypes.sizeof(each) << 16 * i for i, each in enumerate((_Format, _Activation, _Output)))
-    if library.olq_sizes() != sizes:
-        raise OSError("its structures are laid out in another way")
     return library
