@@ -258,7 +258,10 @@ def _stores_reciprocal(format: Format) -> bool:
 def _spread(coarse: Tensor, format: Format, columns: int) -> Tensor:
     """One coarse scale for each of the `columns` groups of a row; one column is left to broadcasting."""
     _, span = _coarse_group(format)
-    return coarse if span is None else repeat(coarse, "r b -> r (b n)", n=span)[:, :columns]
+    if span is None:
+        return coarse
+    spread = repeat(coarse, "r b -> r (b n)", n=span)
+    return spread if columns % span == 0 else _cut(spread, coarse.shape[0], columns)
 
 
 def _split(x: Tensor, group: Group) -> Tensor:
@@ -274,11 +277,18 @@ def _split(x: Tensor, group: Group) -> Tensor:
 def _join(grouped: Tensor, group: Group, rows: int, k: int) -> Tensor:
     """The inverse of `_split`: (a, r, b, c) to (R, K), without the padding."""
     joined = rearrange(grouped, "a r b c -> (a r) (b c)")
-    if not _is_none(_padding(rows, group[0])):
-        joined = joined[:rows]
-    if not _is_none(_padding(k, group[1])):
-        joined = joined[:, :k]
-    return joined.contiguous()
+    whole = _is_none(_padding(rows, group[0])) and _is_none(_padding(k, group[1]))
+    return joined.contiguous() if whole else _cut(joined, rows, k)
+
+
+def _cut(padded: Tensor, rows: int, k: int) -> Tensor:
+    """The first (rows, k) of a padded tensor, in memory of its own.
+
+    By strides, which Inductor takes from a buffer that is written whole. A slice it would fuse: an index of a scale,
+    `column // group`, then meets a number of columns that is no multiple of the group, and the loop split of its C++
+    backend leaves the last columns unwritten (pytorch issue 195582, torch 2.11 to 2.14).
+    """
+    return padded.contiguous().as_strided((rows, k), (padded.shape[1], 1)).contiguous()
 
 
 def _padding(length: int, size: int | None) -> int:

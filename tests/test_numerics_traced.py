@@ -111,6 +111,15 @@ def test_a_norm_and_quantization_are_one_kernel_with_the_bits_of_eager(fmt: Form
     assert_same_bits(found, norm_and_quantize(x.to(torch.bfloat16)))
 
 
+@pytest.mark.usefixtures("as_eager_rounds")
+@pytest.mark.parametrize("fmt", [FORMATS["fp8_per_block_dynamic"], FORMATS["mxfp4_dualscale"]], ids=lambda f: f.name)
+def test_the_last_columns_are_written_where_they_fill_no_group(fmt: Format) -> None:
+    """A slice of the padded codes would be split by Inductor into whole groups only (pytorch issue 195582)."""
+    x = torch.randn(5, 544)
+    found, _ = _compiled(lambda values: quantize(values, fmt, fmt.activation_rule), x)
+    assert_same_bits(found, quantize(x, fmt, fmt.activation_rule))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_eager_rounds")
 @EVERY_RULE
