@@ -26,19 +26,23 @@ class Inner:
     Attributes:
         name: for messages.
         compiler: the callable; None for Inductor, which gets settings of its own.
+        watch: is shown each graph before it is compiled.
     """
 
     name: str
     compiler: Callable[..., Any] | None
+    watch: Callable[[GraphModule], None] | None = None
 
     @staticmethod
-    def of(inner: str | Callable[..., Any]) -> "Inner":
+    def of(inner: "str | Callable[..., Any] | Inner") -> "Inner":
         """A backend that torch.compile knows by a name, or any callable that takes a graph and its inputs.
 
         Raises:
             ConfigurationError: no backend has that name.
             ConfigurationTypeError: it is neither a name nor a callable.
         """
+        if isinstance(inner, Inner):
+            return inner
         if isinstance(inner, str):
             if inner == _INDUCTOR:
                 return Inner(inner, None)
@@ -68,6 +72,8 @@ class Inner:
             mode, options: as given to torch.compile: Inductor's settings, or keywords of another compiler.
             tag: what else the compiled code depends on.
         """
+        if self.watch is not None:
+            self.watch(gm)
         if self.compiler is None:
             settings = {**torch_private.mode_options(mode), **(options or {})}
             found = torch_private.compile_inductor(

@@ -11,6 +11,7 @@ import torch
 
 import olq_fx
 from olq_fx import torch_private
+from olq_fx.inner import Inner
 
 Target = str | Callable[..., Any]
 """An operator in an assertion: what a node calls (a function, an operator, an overload), or a pattern of its name."""
@@ -92,20 +93,22 @@ class RecordingBackend:
         self.before: list[RecordedGraph] = []
         self.after: list[RecordedGraph] = []
         self._inner = torch_private.lookup_backend(inner)
-        self.backend = None if config is None else olq_fx.backend(config, inner=self._compile_inner, **options)
+        # As a compiler of its own it would not be known for Inductor, and so miss our settings of it.
+        watched: Any = dataclasses.replace(Inner.of(inner), watch=self._watch)
+        self.backend = None if config is None else olq_fx.backend(config, inner=watched, **options)
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Record the graph and compile it."""
         self.before.append(RecordedGraph.of(gm))
-        if self.backend is None:
-            return self._compile_inner(gm, example_inputs)
-        compiled: Callable[..., Any] = self.backend(gm, example_inputs, **options)
+        if self.backend is not None:
+            compiled: Callable[..., Any] = self.backend(gm, example_inputs, **options)
+            return compiled
+        self._watch(gm)
+        compiled = self._inner(gm, example_inputs)
         return compiled
 
-    def _compile_inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _watch(self, gm: torch.fx.GraphModule) -> None:
         self.after.append(RecordedGraph.of(gm))
-        compiled: Callable[..., Any] = self._inner(gm, example_inputs)
-        return compiled
 
     @property
     def compilations(self) -> int:
@@ -155,7 +158,10 @@ class RecordingBackend:
 
 
 def _named(target: Target) -> str:
-    return target if isinstance(target, str) else getattr(target, "__qualname__", str(target))
+    if isinstance(target, str):
+        return target
+    is_operator = hasattr(target, "overloads") or hasattr(target, "overloadpacket")
+    return str(target) if is_operator else getattr(target, "__qualname__", str(target))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

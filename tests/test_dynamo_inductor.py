@@ -14,9 +14,6 @@ from torch import nn
 import olq_fx
 from olq_fx import torch_private
 
-# Written, and not yet run on a quiet machine: `make sweep` runs them until they are known to be quick.
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import json, sys, torch
 import olq_fx

@@ -9,9 +9,6 @@ import olq_fx
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import Kernels, count_kernels
 
-# Written, and not yet run on a quiet machine: `make sweep` runs them until they are known to be quick.
-pytestmark = pytest.mark.slow
-
 D = 256
 PRODUCT = "torch.ops.olq_fx.quantized_linear.default"
 DEFAULT = ("fp8_per_block", "nvfp4_per_token")

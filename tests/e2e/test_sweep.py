@@ -46,6 +46,8 @@ def test_every_combination_compiled(zoo_name, scheme, dtype, original, compare, 
     in_place = case.fresh()
     in_place.quantize(scheme)
     eager = in_place.call(in_place.model)
+    torch.compiler.reset()
+    baseline = case.call(torch.compile(case.fresh().model))
     for route in ROUTES:
         torch.compiler.reset()
         used = in_place if route == "quantize_" else case.fresh()
@@ -54,7 +56,7 @@ def test_every_combination_compiled(zoo_name, scheme, dtype, original, compare, 
         compiled = used.call(torch.compile(used.model, backend=recording))
         seconds = time.perf_counter() - start
         recording.assert_compilations(1)
-        compare(route, unquantized, eager, compiled)
+        compare(route, (unquantized,), (eager,), (compiled,), (baseline,))
         table.append(
             {
                 "scheme": scheme,
