@@ -3,7 +3,9 @@
 - `ops`: the operators `torch.ops.olq_fx.*`, their shapes, gradients and decompositions.
 - `reference`: their definition in pure PyTorch, for any device.
 - `native`: C++ kernels for CPUs, bit-equal to the reference: `native_encode.cpp` makes codes and scales,
-  `native_product.cpp` multiplies; `native_format.h`, `native_decode.h`, `native_simd.h` are what both are made of.
+  `native_product.cpp` multiplies, `native_integer.cpp` multiplies int8 by int8. Their headers, lowest first:
+  `native_simd.h` (eight floats), `native_format.h` (what a format is), `native_elements.h` (values to codes),
+  `native_decode.h` (codes to values), `native_io.h` (activations in, outputs out), `native_integer.h`.
 - `build`: builds them with the machine's own compiler at first use.
 - `registry`: which of them runs a layer, with the reason.
 """

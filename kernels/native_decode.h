@@ -8,8 +8,6 @@
 #include "native_format.h"
 #include "native_simd.h"
 
-constexpr int UNIT = 32;
-
 // Scales up to here times any code stay within the range of float32.
 constexpr float SAFE_SCALE = 1e35f;
 
@@ -24,10 +22,6 @@ inline float e2m1_value(int code) {
     int size = code & 7;
     float value = size < 2 ? float(size) * 0.5f : bit_cast<float>((size << 22) + (126 << 23));
     return code & 8 ? -value : value;
-}
-
-inline float e8m0_value(uint8_t byte) {
-    return bit_cast<float>(byte == 255 ? NAN_BITS : byte == 0 ? 1 << 22 : int32_t(byte) << 23);
 }
 
 inline float magnitude(float value) { return bit_cast<float>(bit_cast<int32_t>(value) & SIZE_BITS); }
@@ -48,7 +42,9 @@ inline const float* e4m3_table() {
 template <int element, int scale_kind, int coarse_kind> class Row {
   public:
     Row(const Parts& parts, const Format& format, int64_t k, int64_t row)
-        : codes_(parts.codes + row * code_bytes(format, k)), k_(k), e4m3_(scale_kind == SCALE_E4M3 ? e4m3_table() : nullptr) {
+        : codes_(parts.codes + row * code_bytes(format, k)),
+          k_(k),
+          e4m3_(scale_kind == SCALE_E4M3 ? e4m3_table() : nullptr) {
         int64_t scale_row = format.group_rows ? row / format.group_rows : 0;
         scale_ = (const uint8_t*)parts.scale + scale_row * scale_columns(format, k) * (scale_kind == SCALE_F32 ? 4 : 1);
         while (format.group_columns > UNIT << shift_) shift_++;
@@ -67,14 +63,16 @@ template <int element, int scale_kind, int coarse_kind> class Row {
         if (scale_kind == SCALE_E4M3) return magnitude(factor_) <= SAFE_SCALE / 448;
         if (scale_kind == SCALE_F32) {
             bool all = true;
-            for (int64_t i = begin >> shift_; i <= (end - 1) >> shift_; i++) all &= magnitude(float_scale(i)) <= SAFE_SCALE;
+            for (int64_t i = begin >> shift_; i <= (end - 1) >> shift_; i++)
+                all &= magnitude(float_scale(i)) <= SAFE_SCALE;
             return all;
         }
         // Byte 0 is no normal number; 2^100 times a coarse scale of 2^16 is safe, and few tensors are larger.
         bool all = true;
         for (int64_t u = begin; u < end; u++) all &= uint8_t(scale_[u] - 1) < 127 + 100;
         if (coarse_kind == COARSE_SPAN)
-            for (int64_t i = begin >> coarse_shift_; i <= (end - 1) >> coarse_shift_; i++) all &= magnitude(coarse_[i]) <= 0x1p16f;
+            for (int64_t i = begin >> coarse_shift_; i <= (end - 1) >> coarse_shift_; i++)
+                all &= magnitude(coarse_[i]) <= 0x1p16f;
         return all;
     }
 
@@ -83,20 +81,25 @@ template <int element, int scale_kind, int coarse_kind> class Row {
         unscaled(u, to, nan);
         if (scale_kind == SCALE_E4M3) {
             float low = e4m3_[scale_[2 * u]], high = e4m3_[scale_[2 * u + 1]];
-            UNROLL for (int j = 0; j < 4; j++) to[j] = to[j] * (j < 2 ? low : high) * factor_;
+            UNROLL for (int j = 0; j < 4; j++)
+                to[j] = to[j] * (j < 2 ? low : high) * factor_;
             return;
         }
         float scale = scale_kind == SCALE_F32 ? float_scale(u >> shift_) : bit_cast<float>(int32_t(scale_[u]) << 23);
-        UNROLL for (int j = 0; j < 4; j++) to[j] = to[j] * (scale * REBIAS);
-        if (coarse_kind == COARSE_SPAN)
-            UNROLL for (int j = 0; j < 4; j++) to[j] = to[j] * coarse_[u >> coarse_shift_];
+        UNROLL for (int j = 0; j < 4; j++)
+            to[j] = to[j] * (scale * REBIAS);
+        if (coarse_kind == COARSE_SPAN) {
+            UNROLL for (int j = 0; j < 4; j++)
+                to[j] = to[j] * coarse_[u >> coarse_shift_];
+        }
     }
 
     // Elements 32 u to 32 u + 31 of any unit; zeros from k on.
     __attribute__((noinline)) void slow(int64_t u, f32x8 (&to)[4]) const {
         float value[UNIT] = {};
         for (int64_t i = 0; i < UNIT && u * UNIT + i < k_; i++) value[i] = one(u * UNIT + i);
-        UNROLL for (int j = 0; j < 4; j++) to[j] = load8(value + 8 * j);
+        UNROLL for (int j = 0; j < 4; j++)
+            to[j] = load8(value + 8 * j);
     }
 
     // Units begin to end, one after the other; zeros from k on.
@@ -107,11 +110,13 @@ template <int element, int scale_kind, int coarse_kind> class Row {
         bool quick = whole > begin && plain(begin, whole);
         for (int64_t u = begin; quick && u < whole; u++) {
             fast(u, value, nan);
-            UNROLL for (int j = 0; j < 4; j++) store8(to + (u - begin) * UNIT + 8 * j, value[j]);
+            UNROLL for (int j = 0; j < 4; j++)
+                store8(to + (u - begin) * UNIT + 8 * j, value[j]);
         }
         for (int64_t u = quick && !any(nan) ? whole : begin; u < end; u++) {
             slow(u, value);
-            UNROLL for (int j = 0; j < 4; j++) store8(to + (u - begin) * UNIT + 8 * j, value[j]);
+            UNROLL for (int j = 0; j < 4; j++)
+                store8(to + (u - begin) * UNIT + 8 * j, value[j]);
         }
     }
 
@@ -132,8 +137,8 @@ template <int element, int scale_kind, int coarse_kind> class Row {
         return scale;
     }
 
-    // What `unscaled` gives times this is the value of the codes; with a scale of at most SAFE_SCALE it is exact to multiply
-    // that one.
+    // What `unscaled` gives times this is the value of the codes; with a scale of at most SAFE_SCALE it is exact to
+    // multiply that one.
 #if defined(__AVX2__) && defined(__F16C__)
     static constexpr float REBIAS = element == E4M3 ? 256.0f : 1.0f;
 #else
@@ -189,8 +194,9 @@ template <int element, int scale_kind, int coarse_kind> class Row {
     static inline void e2m1_values(const uint8_t* codes, f32x8 (&to)[4]) {
 #if defined(__AVX2__) && defined(__F16C__)
         // The upper bytes of the values as float16; their lower bytes are 0.
-        const __m128i upper = _mm_setr_epi8(0, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, int8_t(0x80), int8_t(0xb8),
-                                            int8_t(0xbc), int8_t(0xbe), int8_t(0xc0), int8_t(0xc2), int8_t(0xc4), int8_t(0xc6));
+        const __m128i upper =
+            _mm_setr_epi8(0, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, int8_t(0x80), int8_t(0xb8), int8_t(0xbc),
+                          int8_t(0xbe), int8_t(0xc0), int8_t(0xc2), int8_t(0xc4), int8_t(0xc6));
         const __m128i mask = _mm_set1_epi8(15), zero = _mm_setzero_si128();
         __m128i packed = _mm_loadu_si128((const __m128i*)codes);
         __m128i even = _mm_shuffle_epi8(upper, _mm_and_si128(packed, mask));
@@ -206,7 +212,8 @@ template <int element, int scale_kind, int coarse_kind> class Row {
             value[2 * i] = e2m1_value(codes[i] & 15);
             value[2 * i + 1] = e2m1_value(codes[i] >> 4);
         }
-        UNROLL for (int j = 0; j < 4; j++) to[j] = load8(value + 8 * j);
+        UNROLL for (int j = 0; j < 4; j++)
+            to[j] = load8(value + 8 * j);
 #endif
     }
 
@@ -215,8 +222,10 @@ template <int element, int scale_kind, int coarse_kind> class Row {
                       : element == INT8 ? float(int8_t(codes_[i]))
                                         : e2m1_value(codes_[i / 2] >> 4 * (i & 1) & 15);
         float scale;
-        if (scale_kind == SCALE_F32) scale = float_scale(i / UNIT >> shift_);
-        else scale = scale_kind == SCALE_E8M0 ? e8m0_value(scale_[i / UNIT >> shift_]) : e4m3_value(scale_[i / 16]);
+        if (scale_kind == SCALE_F32)
+            scale = float_scale(i / UNIT >> shift_);
+        else
+            scale = scale_kind == SCALE_E8M0 ? e8m0_value(scale_[i / UNIT >> shift_]) : e4m3_value(scale_[i / 16]);
         value = value * scale;
         if (coarse_kind != NO_COARSE) value = value * coarse(i / UNIT);
         // Beyond the range is the largest number; a NaN stays one.
@@ -233,13 +242,21 @@ template <int element, int scale, int coarse> struct Kind {
 template <class Work> inline bool with_format(const Format& f, const Work& work) {
     if (f.group_columns && (f.group_columns & (f.group_columns - 1))) return false;
     if (f.scale == SCALE_E4M3 ? f.group_columns != 16 : f.group_columns && f.group_columns < UNIT) return false;
-    if (f.element == E4M3 && f.scale == SCALE_F32 && !f.coarse) work(Kind<E4M3, SCALE_F32, NO_COARSE>());
-    else if (f.element == INT8 && f.scale == SCALE_F32 && !f.coarse) work(Kind<INT8, SCALE_F32, NO_COARSE>());
-    else if (f.element == E4M3 && f.scale == SCALE_E8M0 && !f.coarse) work(Kind<E4M3, SCALE_E8M0, NO_COARSE>());
-    else if (f.element == E2M1 && f.scale == SCALE_E8M0 && !f.coarse) work(Kind<E2M1, SCALE_E8M0, NO_COARSE>());
-    else if (f.element == E2M1 && f.scale == SCALE_E8M0 && f.coarse == COARSE_SPAN) work(Kind<E2M1, SCALE_E8M0, COARSE_SPAN>());
-    else if (f.element == E2M1 && f.scale == SCALE_E4M3 && f.coarse == COARSE_TENSOR) work(Kind<E2M1, SCALE_E4M3, COARSE_TENSOR>());
-    else if (f.element == E2M1 && f.scale == SCALE_E4M3 && f.coarse == COARSE_ROW) work(Kind<E2M1, SCALE_E4M3, COARSE_ROW>());
-    else return false;
+    if (f.element == E4M3 && f.scale == SCALE_F32 && !f.coarse)
+        work(Kind<E4M3, SCALE_F32, NO_COARSE>());
+    else if (f.element == INT8 && f.scale == SCALE_F32 && !f.coarse)
+        work(Kind<INT8, SCALE_F32, NO_COARSE>());
+    else if (f.element == E4M3 && f.scale == SCALE_E8M0 && !f.coarse)
+        work(Kind<E4M3, SCALE_E8M0, NO_COARSE>());
+    else if (f.element == E2M1 && f.scale == SCALE_E8M0 && !f.coarse)
+        work(Kind<E2M1, SCALE_E8M0, NO_COARSE>());
+    else if (f.element == E2M1 && f.scale == SCALE_E8M0 && f.coarse == COARSE_SPAN)
+        work(Kind<E2M1, SCALE_E8M0, COARSE_SPAN>());
+    else if (f.element == E2M1 && f.scale == SCALE_E4M3 && f.coarse == COARSE_TENSOR)
+        work(Kind<E2M1, SCALE_E4M3, COARSE_TENSOR>());
+    else if (f.element == E2M1 && f.scale == SCALE_E4M3 && f.coarse == COARSE_ROW)
+        work(Kind<E2M1, SCALE_E4M3, COARSE_ROW>());
+    else
+        return false;
     return true;
 }

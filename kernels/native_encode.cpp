@@ -1,149 +1,9 @@
 // Quantization on a CPU: olq_fx/numerics.py `quantize`, bit by bit, reading the source once (twice where a scale spans
 // more than fits the cache). Compiled without contraction of multiplications and additions.
 
-#include "native_format.h"
-#include "native_simd.h"
+#include "native_elements.h"
 
 namespace {
-
-constexpr float SCALE_FLOOR = 0x1p-126f;
-constexpr float E4M3_MAX = 448.0f;
-constexpr float NVFP4_RANGE = 2688.0f;
-constexpr int UNIT = 32;   // elements that are encoded together
-
-float largest_of(int32_t element) { return element == E4M3 ? E4M3_MAX : element == INT8 ? 127.0f : 6.0f; }
-
-// ---- elements: eight quotients to eight codes
-
-inline i32x8 e4m3_codes(f32x8 quotient) {
-    const f32x8 limit = f32x8{} + E4M3_MAX;
-    i32x8 size = (i32x8)min8(size_of(quotient), limit);
-    i32x8 normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    // Below 2^-6 codes are multiples of 2^-9, which is the spacing of floats at 2^14.
-    i32x8 subnormal = (i32x8)((f32x8)size + 0x1p14f) - 0x46800000;
-    return (size < 0x3c800000 ? subnormal : normal) | ((i32x8)quotient >> 24 & 0x80);
-}
-
-// The magnitude of an e2m1 value, rounded, as float bits; `size` is at most 6.
-inline f32x8 e2m1_round(f32x8 size) {
-    i32x8 bits = (i32x8)size;
-    f32x8 normal = (f32x8)((bits + 0x1fffff + (bits >> 22 & 1)) & ~0x3fffff);
-    f32x8 subnormal = (size + 0x1p22f) - 0x1p22f;  // multiples of a half
-    return bits < 0x3f800000 ? subnormal : normal;
-}
-
-inline f32x8 e2m1_size(f32x8 value) { return min8(size_of(value), f32x8{} + 6.0f); }
-
-inline i32x8 e2m1_magnitudes(f32x8 quotient) {
-    f32x8 size = e2m1_size(quotient);
-    i32x8 bits = (i32x8)size;
-    i32x8 normal = ((bits + 0x1fffff + (bits >> 22 & 1)) >> 22) - (126 << 1);
-    i32x8 subnormal = (i32x8)(size + 0x1p22f) - 0x4a800000;
-    return bits < 0x3f800000 ? subnormal : normal;
-}
-
-inline i32x8 e2m1_codes(f32x8 quotient) {
-    i32x8 code = e2m1_magnitudes(quotient);
-    return code | (code > 0 ? ((i32x8)quotient >> 28 & 8) : i32x8{});  // no negative zero
-}
-
-inline i32x8 int8_codes(f32x8 quotient) {
-    const f32x8 limit = f32x8{} + 127.0f;
-    f32x8 clamped = min8(quotient < -limit ? -limit : quotient, limit);
-    return ((i32x8)(clamped + 0x1.8p23f) - 0x4b400000) & 0xff;
-}
-
-inline i32x8 codes_of(int element, f32x8 quotient) {
-    return element == E4M3 ? e4m3_codes(quotient) : element == INT8 ? int8_codes(quotient) : e2m1_codes(quotient);
-}
-
-// Stores 32 codes as bytes, or two to a byte.
-template <int element> inline void store_codes(uint8_t* to, const i32x8 (&code)[4]) {
-#if defined(__AVX2__)
-    __m256i low = _mm256_packs_epi32((__m256i)code[0], (__m256i)code[1]);
-    __m256i high = _mm256_packs_epi32((__m256i)code[2], (__m256i)code[3]);
-    __m256i bytes = _mm256_packus_epi16(low, high);
-    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    if (element == E2M1) {
-        bytes = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));
-        bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(bytes, bytes), 0x08);
-        _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(bytes));
-    } else {
-        _mm256_storeu_si256((__m256i*)to, bytes);
-    }
-#else
-    for (int i = 0; i < UNIT; i += element == E2M1 ? 2 : 1) {
-        int32_t one = code[i / 8][i % 8];
-        if (element == E2M1) to[i / 2] = uint8_t(one | code[i / 8][i % 8 + 1] << 4);
-        else to[i] = uint8_t(one);
-    }
-#endif
-}
-
-// ---- loading, maxima
-
-// Up to 32 elements as floats, zeros after them.
-template <class T> inline void load_unit(const T* from, int64_t count, f32x8 (&to)[4]) {
-    if (count >= UNIT) {
-        UNROLL for (int i = 0; i < 4; i++) to[i] = load8(from + 8 * i);
-        return;
-    }
-    float padded[UNIT] = {};
-    for (int64_t i = 0; i < count; i++) padded[i] = to_float(from[i]);
-    UNROLL for (int i = 0; i < 4; i++) to[i] = load8(padded + 8 * i);
-}
-
-inline f32x8 finite_or_zero(f32x8 value) {
-    return size_bits(value) < INF_BITS ? value : f32x8{};
-}
-
-// The largest magnitude as the bits of a float: for magnitudes the order of bits is the order of values, with Inf above
-// all numbers and NaN above Inf, so that one integer maximum also says whether all are finite.
-template <class T> int32_t amax_bits(const T* from, int64_t count, bool finite_only) {
-    i32x8 largest = {};
-    f32x8 value[4];
-    for (int64_t i = 0; i < count; i += UNIT) {
-        load_unit(from + i, count - i, value);
-        UNROLL for (int j = 0; j < 4; j++) {
-            if (finite_only) value[j] = finite_or_zero(value[j]);
-            largest = max8(largest, size_bits(value[j]));
-        }
-    }
-    return max_of(largest);
-}
-
-template <class T> int32_t amax_of_block(const T* from, int64_t rows, int64_t columns, int64_t stride) {
-    int32_t largest = 0;
-    for (int64_t r = 0; r < rows; r++) {
-        int32_t found = amax_bits(from + r * stride, columns, false);
-        largest = found > largest ? found : largest;
-    }
-    return largest;
-}
-
-// ---- scales
-
-float float32_scale(int32_t amax, float largest) {
-    if (amax >= INF_BITS) return bit_cast<float>(NAN_BITS);
-    float quotient = bit_cast<float>(amax) / largest;
-    return quotient < SCALE_FLOOR ? SCALE_FLOOR : quotient;
-}
-
-inline uint8_t e8m0_byte(int32_t exponent, int32_t amax) {
-    return amax >= INF_BITS ? 255 : uint8_t(exponent < 1 ? 1 : exponent);
-}
-
-inline uint8_t e8m0_above(int32_t amax, float largest) {
-    int32_t bits = bit_cast<int32_t>(bit_cast<float>(amax) / largest);
-    return e8m0_byte((bits >> 23) + ((bits & 0x7fffff) != 0), amax);
-}
-
-inline float e8m0_value(uint8_t byte) {
-    return bit_cast<float>(byte == 255 ? NAN_BITS : byte == 0 ? 1 << 22 : int32_t(byte) << 23);
-}
-
-// 1 / e8m0_value(byte) of a written byte (1 to 254), exact: multiplying by it is dividing by the scale.
-inline float e8m0_inverse(uint8_t byte) { return byte == 254 ? 0x1p-127f : bit_cast<float>((254 - byte) << 23); }
 
 // ---- one divisor for many elements (float32 scales)
 
@@ -156,7 +16,8 @@ template <class T, int element> void encode_run(const T* from, int64_t count, fl
         f32x8 value[4];
         i32x8 code[4];
         load_unit(from + i, count - i, value);
-        UNROLL for (int j = 0; j < 4; j++) code[j] = codes_of(element, value[j] / divisor);
+        UNROLL for (int j = 0; j < 4; j++)
+            code[j] = codes_of(element, value[j] / divisor);
         if (count - i >= UNIT) {
             store_codes<element>(to + i, code);
         } else {
@@ -256,7 +117,8 @@ template <int element> inline uint8_t encode_e8m0_unit(const f32x8 (&value)[4], 
     i32x8 code[4] = {};
     if (byte != 255) {
         float inverse = e8m0_inverse(byte);
-        UNROLL for (int j = 0; j < 4; j++) code[j] = codes_of(element, value[j] * inverse);
+        UNROLL for (int j = 0; j < 4; j++)
+            code[j] = codes_of(element, value[j] * inverse);
     }
     store_codes<element>(to, code);
     return byte;
@@ -282,7 +144,8 @@ void encode_e8m0(const Source<T>& x, const Format& format, int rule, const Parts
             f32x8 value[4];
             load_unit(x.row(r) + g * UNIT, x.k - g * UNIT, value);
             uint8_t* to = parts.codes + r * bytes + (element == E2M1 ? g * UNIT / 2 : g * UNIT);
-            with_tail<element>(to, x.k - g * UNIT, [&](uint8_t* out) { scale[g] = encode_e8m0_unit<element>(value, rule, out); });
+            with_tail<element>(to, x.k - g * UNIT,
+                               [&](uint8_t* out) { scale[g] = encode_e8m0_unit<element>(value, rule, out); });
         }
     });
 }
@@ -300,10 +163,10 @@ void encode_dualscale(const Source<T>& x, const Format& format, int rule, const 
             for (int64_t c = begin; c < end; c += UNIT) {
                 f32x8 value[4];
                 load_unit(x.row(r) + c, x.k - c, value);
-                UNROLL for (int j = 0; j < 4; j++) value[j] = value[j] / coarse;
-                with_tail<E2M1>(parts.codes + r * bytes + c / 2, x.k - c, [&](uint8_t* out) {
-                    scale[c / UNIT] = encode_e8m0_unit<E2M1>(value, rule, out);
-                });
+                UNROLL for (int j = 0; j < 4; j++)
+                    value[j] = value[j] / coarse;
+                with_tail<E2M1>(parts.codes + r * bytes + c / 2, x.k - c,
+                                [&](uint8_t* out) { scale[c / UNIT] = encode_e8m0_unit<E2M1>(value, rule, out); });
             }
         }
     });
@@ -354,7 +217,8 @@ inline Candidate try_scale(const float* block, const f32x8 (&scaled)[2], float d
 
 inline Candidate four_or_six(const float* block, float unit, float for_6, float for_4, bool* four) {
     f32x8 scaled[2];
-    UNROLL for (int j = 0; j < 2; j++) scaled[j] = size_of(load8(block + 8 * j)) / (unit * 6.0f);
+    UNROLL for (int j = 0; j < 2; j++)
+        scaled[j] = size_of(load8(block + 8 * j)) / (unit * 6.0f);
     Candidate six = try_scale(block, scaled, for_6, unit, true), other = try_scale(block, scaled, for_4, unit, true);
     *four = other.error < six.error;
     return *four ? other : six;
@@ -377,7 +241,8 @@ void encode_blocks(const float* value, int64_t left, float unit, int rule, uint8
                               ? four_or_six(value + BLOCK * b, unit, decoded_6[b], decoded_4[b], &four)
                               : try_scale(value + BLOCK * b, unused, decoded_6[b], unit, false);
         scale[b] = uint8_t(four ? for_4[b] : for_6[b]);
-        UNROLL for (int j = 0; j < 2; j++) code[2 * b + j] = found.code[j];
+        UNROLL for (int j = 0; j < 2; j++)
+            code[2 * b + j] = found.code[j];
     }
 }
 
@@ -389,7 +254,8 @@ void encode_nvfp4_row(const T* row, int64_t k, float unit, int rule, uint8_t* co
         for (int64_t c = 0; c < BLOCK * BLOCKS && begin + c < k; c += UNIT) {
             f32x8 unit_values[4];
             load_unit(row + begin + c, k - begin - c, unit_values);
-            UNROLL for (int j = 0; j < 4; j++) store8(value + c + 8 * j, unit_values[j]);
+            UNROLL for (int j = 0; j < 4; j++)
+                store8(value + c + 8 * j, unit_values[j]);
         }
         encode_blocks(value, k - begin, unit, rule, scale + begin / BLOCK, code);
         for (int64_t c = 0; c < BLOCK * BLOCKS && begin + c < k; c += UNIT) {
@@ -439,11 +305,12 @@ template <class T> bool encode(const Source<T>& x, const Format& format, int rul
 }  // namespace
 
 // Quantizes (rows, k) of `dtype` with `stride` elements from row to row. Returns 0, or 1 for a format it does not know.
-extern "C" int olq_encode(const void* x, int dtype, int64_t rows, int64_t k, int64_t stride, const Format* format, int rule,
-                          void* codes, void* scale, float* coarse, int threads) {
+extern "C" int olq_encode(const void* x, int dtype, int64_t rows, int64_t k, int64_t stride, const Format* format,
+                          int rule, void* codes, void* scale, float* coarse, int threads) {
     Parts parts{(uint8_t*)codes, scale, coarse};
     bool known = false;
-    if (dtype == FLOAT32) known = encode(Source<float>{(const float*)x, rows, k, stride}, *format, rule, parts, threads);
+    if (dtype == FLOAT32)
+        known = encode(Source<float>{(const float*)x, rows, k, stride}, *format, rule, parts, threads);
     if (dtype == BFLOAT16) known = encode(Source<bf16>{(const bf16*)x, rows, k, stride}, *format, rule, parts, threads);
     if (dtype == FLOAT16) known = encode(Source<f16>{(const f16*)x, rows, k, stride}, *format, rule, parts, threads);
     return known ? 0 : 1;

@@ -1,152 +1,71 @@
 // y = x @ w.T of a quantized weight, decoded inside the product: never written to memory as a whole.
 //
-// Both operands are decoded to float32 exactly as `dequantize` does, so the product is that of the dequantized operands,
-// and an output is the sum over k of float32 products. Two ways:
+// Both operands are decoded to float32 exactly as `dequantize` does, so the product is that of the dequantized
+// operands, and an output is the sum over k of float32 products. Two ways:
 // - few rows of x: each row of w is decoded in registers and multiplied at once, at the speed of reading it;
-// - else panels of rows of w are decoded into cache, and a tile of 6 rows of w x 16 rows of x is accumulated in registers.
-// Each output is computed from its own two rows in an order that depends on K and the way only: not on M, N, threads.
+// - else panels of rows of w are decoded into cache, and a tile of 6 rows of w x 16 rows of x is accumulated in
+// registers. Each output is computed from its own two rows in an order that depends on K and the way only: not on M, N,
+// threads.
 
-#include <cstdlib>
 #include <new>
 
-#include "native_decode.h"
+#include "native_integer.h"
+#include "native_io.h"
 
 namespace {
 
-constexpr int FEW = 8;        // rows of x up to which the first way is taken
-constexpr int TILE_W = 6;     // rows of w of a tile
-constexpr int TILE_X = 16;    // rows of x of a tile
-constexpr int DEPTH = 256;    // k's of a panel that is decoded at once
-constexpr int PANEL = 48;     // rows of w of a panel
-constexpr int LINE = 256;     // outputs that are written together, at most
+constexpr int FEW = 8;                     // rows of x up to which the first way is taken
+constexpr int TILE_W = 6;                  // rows of w of a tile
+constexpr int TILE_X = 16;                 // rows of x of a tile
+constexpr int DEPTH = 256;                 // k's of a panel that is decoded at once
+constexpr int PANEL = 48;                  // rows of w of a panel
 constexpr int64_t BLOCK_BYTES = 32 << 20;  // of x, decoded
 constexpr int BLOCK_TILES = 32;            // tiles of x that share a decoded panel
-
-struct Activation {
-    const void* data;  // original precision, if `parts.codes` is null
-    int32_t dtype;
-    int64_t stride;
-    Parts parts;
-    Format format;
-};
-
-struct Output {
-    void* data;
-    int32_t dtype;
-    const void* bias;
-    int32_t bias_dtype;
-    const void* residual;
-    int32_t residual_dtype;
-    int64_t residual_stride;
-};
-
-struct Shape {
-    int64_t m, n, k;
-};
-
-class Buffer {
-  public:
-    explicit Buffer(int64_t floats) : data((float*)std::aligned_alloc(64, size_t(ceil_div(floats * 4, 64) * 64 + 64))) {}
-    ~Buffer() { std::free(data); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    float* const data;
-};
-
-// ---- reading x
-
-template <class T> void read_plain(const T* row, int64_t begin, int64_t end, float* to) {
-    int64_t i = begin;
-    for (; i + 8 <= end; i += 8) store8(to + i - begin, load8(row + i));
-    for (; i < end; i++) to[i - begin] = to_float(row[i]);
-}
-
-// `count` floats from element `begin` on.
-void read_line(const void* from, int32_t dtype, int64_t begin, int64_t count, float* to) {
-    if (dtype == FLOAT32) read_plain((const float*)from, begin, begin + count, to);
-    if (dtype == BFLOAT16) read_plain((const bf16*)from, begin, begin + count, to);
-    if (dtype == FLOAT16) read_plain((const f16*)from, begin, begin + count, to);
-}
-
-// Columns begin to end (begin a multiple of 32) of a row of x as float32, and zeros up to a multiple of 32.
-void read_row(const Activation& x, int64_t k, int64_t row, int64_t begin, int64_t end, float* to) {
-    if (!x.parts.codes) {
-        read_line(x.data, x.dtype, row * x.stride + begin, end - begin, to);
-        for (int64_t c = end - begin; c % UNIT; c++) to[c] = 0.0f;
-        return;
-    }
-    with_format(x.format, [&](auto kind) {
-        typename decltype(kind)::row decoded(x.parts, x.format, k, row);
-        decoded.decode(begin / UNIT, ceil_div(end, UNIT), to);
-    });
-}
-
-// ---- writing y
-
-template <class T> void round_line(const float* from, int64_t count, T* to) {
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8) round8_to(to + i, load8(from + i));
-    for (; i < count; i++) round_to(to[i], from[i]);
-}
-
-// Bias in float32, one rounding; then the residual as an addition of its own.
-template <class T> void finish(const Output& out, int64_t n, int64_t row, int64_t column, int64_t count, float* sums) {
-    float added[LINE];
-    if (out.bias) {
-        read_line(out.bias, out.bias_dtype, column, count, added);
-        for (int64_t i = 0; i < count; i++) sums[i] += added[i];
-    }
-    T* y = (T*)out.data + row * n + column;
-    round_line(sums, count, y);
-    if (!out.residual) return;
-    read_line(out.residual, out.residual_dtype, row * out.residual_stride + column, count, added);
-    read_plain(y, 0, count, sums);
-    for (int64_t i = 0; i < count; i++) sums[i] += added[i];
-    round_line(sums, count, y);
-}
-
-// Writes y[row, column ...] from at most LINE sums, which it overwrites.
-void write_row(const Output& out, int64_t n, int64_t row, int64_t column, int64_t count, float* sums) {
-    if (out.dtype == FLOAT32) finish<float>(out, n, row, column, count, sums);
-    if (out.dtype == BFLOAT16) finish<bf16>(out, n, row, column, count, sums);
-    if (out.dtype == FLOAT16) finish<f16>(out, n, row, column, count, sums);
-}
 
 // ---- few rows of x
 
 constexpr int CHUNK = 16;          // rows of w of a task
 constexpr int X_BYTES = 16 << 10;  // of x that stay in the nearest cache while the rows of w pass
 
-// sums (together, rows) of eight partial sums each += w @ x.T over units begin to end; x is (rows, units * 32). False if a
-// code was NaN, when the sums are as they were.
+// sums (together, rows) of eight partial sums each += w @ x.T over units begin to end; x is (rows, units * 32). False
+// if a code was NaN, when the sums are as they were.
 template <int rows, int together, class RowType>
 inline bool dot_fast(const RowType* w, const float* x, int64_t units, int64_t begin, int64_t end, f32x8* sums) {
     f32x8 sum[together][rows];
     i32x8 nan = {};
-    UNROLL for (int t = 0; t < together; t++)
-        UNROLL for (int m = 0; m < rows; m++) sum[t][m] = sums[t * rows + m];
+    UNROLL for (int t = 0; t < together; t++) {
+        UNROLL for (int m = 0; m < rows; m++)
+            sum[t][m] = sums[t * rows + m];
+    }
     for (int64_t u = begin; u < end; u++) {
         UNROLL for (int t = 0; t < together; t++) {
             f32x8 value[4];
             w[t].fast(u, value, nan);
-            UNROLL for (int j = 0; j < 4; j++)
-                UNROLL for (int m = 0; m < rows; m++) sum[t][m] += value[j] * load8(x + (m * units + u) * UNIT + 8 * j);
+            UNROLL for (int j = 0; j < 4; j++) {
+                UNROLL for (int m = 0; m < rows; m++)
+                    sum[t][m] += value[j] * load8(x + (m * units + u) * UNIT + 8 * j);
+            }
         }
     }
     if (any(nan)) return false;
-    UNROLL for (int t = 0; t < together; t++)
-        UNROLL for (int m = 0; m < rows; m++) sums[t * rows + m] = sum[t][m];
+    UNROLL for (int t = 0; t < together; t++) {
+        UNROLL for (int m = 0; m < rows; m++)
+            sums[t * rows + m] = sum[t][m];
+    }
     return true;
 }
 
 // The same for one row of any contents.
-template <int rows, class RowType>
-__attribute__((noinline)) void dot_slow(const RowType& w, const float* x, int64_t units, int64_t begin, int64_t end, f32x8* sums) {
+template <int rows, class RowType> __attribute__((noinline)) void dot_slow(const RowType& w, const float* x,
+                                                                           int64_t units, int64_t begin, int64_t end,
+                                                                           f32x8* sums) {
     for (int64_t u = begin; u < end; u++) {
         f32x8 value[4];
         w.slow(u, value);
-        UNROLL for (int j = 0; j < 4; j++)
-            UNROLL for (int m = 0; m < rows; m++) sums[m] += value[j] * load8(x + (m * units + u) * UNIT + 8 * j);
+        UNROLL for (int j = 0; j < 4; j++) {
+            UNROLL for (int m = 0; m < rows; m++)
+                sums[m] += value[j] * load8(x + (m * units + u) * UNIT + 8 * j);
+        }
     }
 }
 
@@ -157,11 +76,12 @@ inline void dot_rows(const RowType* w, const float* x, int64_t k, int64_t begin,
     for (int t = 0; t < together && done; t++) done = w[t].plain(begin, whole);
     done = done && dot_fast<rows, together>(w, x, units, begin, whole, sums);
     if (done && whole == end) return;
-    UNROLL for (int t = 0; t < together; t++) dot_slow<rows>(w[t], x, units, done ? whole : begin, end, sums + t * rows);
+    UNROLL for (int t = 0; t < together; t++)
+        dot_slow<rows>(w[t], x, units, done ? whole : begin, end, sums + t * rows);
 }
 
-template <int rows, class RowType>
-void few_rows_task(const Parts& w, const Format& format, const Shape& s, const float* x, const Output& out, int64_t top) {
+template <int rows, class RowType> void few_rows_task(const Parts& w, const Format& format, const Shape& s,
+                                                      const float* x, const Output& out, int64_t top) {
     // Independent chains of additions, enough to hide their latency.
     constexpr int together = rows == 1 ? 4 : rows <= 4 ? 2 : 1;
     int64_t count = s.n - top < CHUNK ? s.n - top : CHUNK, units = ceil_div(s.k, UNIT);
@@ -190,7 +110,8 @@ void few_rows(const Parts& w, const Format& format, const Shape& s, const float*
                  [&](int64_t task) { few_rows_task<rows, RowType>(w, format, s, x, out, task * CHUNK); });
 }
 
-bool product_few(const Activation& x, const Parts& w, const Format& format, const Shape& s, const Output& out, int threads) {
+bool product_few(const Activation& x, const Parts& w, const Format& format, const Shape& s, const Output& out,
+                 int threads) {
     int64_t padded = ceil_div(s.k, UNIT) * UNIT;
     int64_t rows = s.m <= 2 ? s.m : s.m <= 4 ? 4 : 8;
     Buffer decoded(rows * padded);
@@ -199,8 +120,10 @@ bool product_few(const Activation& x, const Parts& w, const Format& format, cons
     std::memset(decoded.data + s.m * padded, 0, size_t((rows - s.m) * padded) * 4);
     with_format(format, [&](auto kind) {
         using RowType = typename decltype(kind)::row;
-        (s.m == 1 ? few_rows<1, RowType> : s.m == 2 ? few_rows<2, RowType> : s.m <= 4 ? few_rows<4, RowType> : few_rows<8, RowType>)(
-            w, format, s, decoded.data, out, threads);
+        (s.m == 1   ? few_rows<1, RowType>
+         : s.m == 2 ? few_rows<2, RowType>
+         : s.m <= 4 ? few_rows<4, RowType>
+                    : few_rows<8, RowType>)(w, format, s, decoded.data, out, threads);
     });
     return true;
 }
@@ -214,8 +137,10 @@ void pack_tile(const Activation& x, const Shape& s, int64_t row, float* to) {
     for (int64_t begin = 0; begin < s.k; begin += DEPTH) {
         int64_t depth = s.k - begin < DEPTH ? s.k - begin : DEPTH;
         for (int64_t m = 0; m < TILE_X; m++) {
-            if (m < rows) read_row(x, s.k, row + m, begin, begin + depth, part[m]);
-            else std::memset(part[m], 0, sizeof(part[m]));
+            if (m < rows)
+                read_row(x, s.k, row + m, begin, begin + depth, part[m]);
+            else
+                std::memset(part[m], 0, sizeof(part[m]));
         }
         for (int64_t c = 0; c < depth; c++)
             for (int m = 0; m < TILE_X; m++) to[(begin + c) * TILE_X + m] = part[m][c];
@@ -225,8 +150,10 @@ void pack_tile(const Activation& x, const Shape& s, int64_t row, float* to) {
 // sums (6, 16) += w (6, depth) of rows DEPTH apart @ x (depth, 16)
 void multiply_tile(const float* w, const float* x, int64_t depth, float* sums) {
     f32x8 sum[TILE_W][2];
-    UNROLL for (int r = 0; r < TILE_W; r++)
-        UNROLL for (int h = 0; h < 2; h++) sum[r][h] = load8(sums + r * TILE_X + 8 * h);
+    UNROLL for (int r = 0; r < TILE_W; r++) {
+        UNROLL for (int h = 0; h < 2; h++)
+            sum[r][h] = load8(sums + r * TILE_X + 8 * h);
+    }
     for (int64_t c = 0; c < depth; c++) {
         f32x8 low = load8(x + c * TILE_X), high = load8(x + c * TILE_X + 8);
         UNROLL for (int r = 0; r < TILE_W; r++) {
@@ -235,16 +162,25 @@ void multiply_tile(const float* w, const float* x, int64_t depth, float* sums) {
             sum[r][1] += one * high;
         }
     }
-    UNROLL for (int r = 0; r < TILE_W; r++)
-        UNROLL for (int h = 0; h < 2; h++) store8(sums + r * TILE_X + 8 * h, sum[r][h]);
+    UNROLL for (int r = 0; r < TILE_W; r++) {
+        UNROLL for (int h = 0; h < 2; h++)
+            store8(sums + r * TILE_X + 8 * h, sum[r][h]);
+    }
 }
 
 // Rows of w from `top` on by the tiles of x from `first` to `last`.
 template <class RowType> class PanelTask {
   public:
     PanelTask(const Parts& w, const Format& format, const Shape& s, int64_t top, int64_t first, int64_t last)
-        : s_(s), top_(top), rows_(s.n - top < PANEL ? s.n - top : PANEL), first_(first), last_(last),
-          panel_(PANEL * DEPTH), sums_((last - first) * PANEL * TILE_X), w_(w), format_(format) {}
+        : s_(s),
+          top_(top),
+          rows_(s.n - top < PANEL ? s.n - top : PANEL),
+          first_(first),
+          last_(last),
+          panel_(PANEL * DEPTH),
+          sums_((last - first) * PANEL * TILE_X),
+          w_(w),
+          format_(format) {}
 
     bool run(const float* x, int64_t block_row, const Output& out) {
         if (!panel_.data || !sums_.data) return false;
@@ -293,7 +229,8 @@ template <class RowType> class PanelTask {
     }
 };
 
-bool product_many(const Activation& x, const Parts& w, const Format& format, const Shape& s, const Output& out, int threads) {
+bool product_many(const Activation& x, const Parts& w, const Format& format, const Shape& s, const Output& out,
+                  int threads) {
     int64_t tile_bytes = s.k * TILE_X * 4, panels = ceil_div(s.n, PANEL), tiles_in_all = ceil_div(s.m, TILE_X);
     int64_t block = BLOCK_BYTES / (tile_bytes + 1) + 1;
     if (block > BLOCK_TILES) block = BLOCK_TILES;
@@ -303,9 +240,8 @@ bool product_many(const Activation& x, const Parts& w, const Format& format, con
     bool done = true;
     for (int64_t start = 0; start < tiles_in_all; start += block) {
         int64_t tiles = tiles_in_all - start < block ? tiles_in_all - start : block;
-        parallel_for(tiles, 1, threads, [&](int64_t t) {
-            pack_tile(x, s, (start + t) * TILE_X, packed.data + t * s.k * TILE_X);
-        });
+        parallel_for(tiles, 1, threads,
+                     [&](int64_t t) { pack_tile(x, s, (start + t) * TILE_X, packed.data + t * s.k * TILE_X); });
         // Where w has too few panels for all threads, they share one by the rows of x.
         int64_t cuts = 1;
         while (panels * cuts < 2 * threads && cuts < tiles) cuts *= 2;
@@ -325,8 +261,8 @@ bool product_many(const Activation& x, const Parts& w, const Format& format, con
 }  // namespace
 
 // Decodes (rows, k) to `dtype`. Returns 0, or 1 for a format it does not know.
-extern "C" int olq_decode(void* codes, void* scale, float* coarse, const Format* format, int64_t rows, int64_t k, void* to,
-                          int dtype, int threads) {
+extern "C" int olq_decode(void* codes, void* scale, float* coarse, const Format* format, int64_t rows, int64_t k,
+                          void* to, int dtype, int threads) {
     Activation x{nullptr, FLOAT32, 0, {(uint8_t*)codes, scale, coarse}, *format};
     Output out{to, dtype, nullptr, 0, nullptr, 0, 0};
     bool known = with_format(*format, [](auto) {});
@@ -343,11 +279,12 @@ extern "C" int olq_decode(void* codes, void* scale, float* coarse, const Format*
 }
 
 // y (m, n). Returns 0, 1 for a format it does not know, 2 if there is no memory.
-extern "C" int olq_product(const Activation* x, const Parts* w, const Format* format, const Output* out, int64_t m, int64_t n,
-                           int64_t k, int threads) {
+extern "C" int olq_product(const Activation* x, const Parts* w, const Format* format, const Output* out, int64_t m,
+                           int64_t n, int64_t k, int threads) {
     if (!with_format(*format, [](auto) {})) return 1;
     if (x->parts.codes && !with_format(x->format, [](auto) {})) return 1;
     Shape s{m, n, k};
+    if (integer_product_supports(*x, *w, *format, s)) return integer_product(*x, *w, *format, s, *out, threads) ? 0 : 2;
     return (m <= FEW ? product_few : product_many)(*x, *w, *format, s, *out, threads) ? 0 : 2;
 }
 

@@ -21,8 +21,12 @@ typedef uint16_t u16x8 __attribute__((vector_size(16)));
 
 // The dtypes of activations, biases and outputs, as Python names them by number.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
 
 constexpr int32_t SIZE_BITS = 0x7fffffff;
 constexpr int32_t INF_BITS = 0x7f800000;
@@ -85,10 +89,14 @@ inline void round_to(f16& to, float value) {
 #else
     uint32_t bits = bit_cast<uint32_t>(value), sign = bits >> 16 & 0x8000, size = bits & SIZE_BITS;
     uint32_t code;
-    if (size > uint32_t(INF_BITS)) code = 0x7e00;
-    else if (size >= 0x477ff000) code = 0x7c00;  // 65520, half way to what would be the next number
-    else if (size < 0x38800000) code = bit_cast<uint32_t>(bit_cast<float>(size) + 0.5f) - 0x3f000000;  // below 2^-14
-    else code = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    if (size > uint32_t(INF_BITS))
+        code = 0x7e00;
+    else if (size >= 0x477ff000)
+        code = 0x7c00;  // 65520, half way to what would be the next number
+    else if (size < 0x38800000)
+        code = bit_cast<uint32_t>(bit_cast<float>(size) + 0.5f) - 0x3f000000;  // below 2^-14
+    else
+        code = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
     to.bits = uint16_t(sign | code);
 #endif
 }
@@ -139,7 +147,8 @@ inline bool any(i32x8 value) {
 #endif
 }
 
-// The sum of eight floats by halves: i and i + 4, i and i + 2, i and i + 1. The order is part of the formats' definition.
+// The sum of eight floats by halves: i and i + 4, i and i + 2, i and i + 1. The order is part of the formats'
+// definition.
 inline float sum_by_halves(f32x8 value) {
 #if defined(__AVX2__)
     __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)value), _mm256_extractf128_ps((__m256)value, 1));

@@ -117,6 +117,40 @@ def test_rows_are_independent(scheme: str) -> None:
     assert_product_close(few, seen[:8], decoded)
 
 
+def test_sums_of_integers_are_the_same_in_every_way() -> None:
+    """int8 by int8 is accumulated exactly: rows agree across all batch sizes, and with the sums in float64."""
+    x, w = torch.randn(40, 1000), torch.randn(90, 1000)
+    args, _, _ = operands(x, w, "int8")
+    codes, scale = OPS.quantize(x, "int8_per_token", "amax")
+    many = OPS.linear(*args, None, None)
+    exact = (codes.double() @ args[1][0].double().T) * scale.double() * args[1][1].double().T
+    assert_same_bits(many, exact.float())
+    for m in (1, 2, 3, 8, 9, 17):
+        assert_same_bits(OPS.linear(x[:m], *args[1:], None, None), many[:m])
+
+
+@pytest.mark.parametrize("m", [1, 4, 20])
+def test_the_largest_sums_of_integers(m: int) -> None:
+    """Imported codes may be -128; 2^17 and more products of those do not fit 32 bits."""
+    for k in ((1 << 17) - 1, 1 << 17):
+        codes, scale = torch.full((m, k), -128, dtype=torch.int8), torch.full((m, 1), 0.5)
+        weight = [torch.full((3, k), -128, dtype=torch.int8), torch.tensor([[1.0], [2.0**100], [2.0**-100]])]
+        y = OPS.quantized_linear(
+            [codes, scale], "int8_per_token", weight, "int8_per_channel_static", k, torch.float32, None, None
+        )
+        expected = 8192.0 * k * torch.tensor([1.0, 2.0**100, 2.0**-100])
+        torch.testing.assert_close(y, expected.expand(m, 3), rtol=2 * k * 2.0**-24, atol=0.0)
+
+
+@pytest.mark.parametrize("m", [2, 20])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scales_at_both_ends_of_float32(scheme: str, m: int) -> None:
+    """Neither scale alone, nor one of them times a sum, need be within the range of float32 for the product to be."""
+    for up in (2.0**100, 2.0**-100):
+        args, seen, decoded = operands(torch.randn(m, 96) * up, torch.randn(40, 96) / up, scheme)
+        assert_product_close(OPS.linear(*args, None, None), seen, decoded)
+
+
 @pytest.mark.parametrize("m", [3, 20])
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.linear.activation])
 def test_a_row_that_is_not_finite_spoils_itself_only(scheme: str, m: int) -> None:
