@@ -189,7 +189,7 @@ def _four_over_six(grouped: Tensor, amax: Tensor, unit: Tensor, scale_for_6: Ten
     def error(scale: Tensor) -> Tensor:
         decoded = scale.to(torch.float32)
         values = elements.round_e2m1(_quotient(grouped, decoded * unit)) * decoded
-        return _sum_of_squares(scaled - values / scales.constant(6.0, values))
+        return _sum_of_squares(scaled - scales.divided(values, 6.0))
 
     better = (error(scale_for_4) < error(scale_for_6)) & (amax / (unit * 4.0) <= scales.E4M3_SCALE_MAX)
     # Chosen as float32: torch has no `where` for float8 on every device.

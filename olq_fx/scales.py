@@ -39,9 +39,19 @@ def constant(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
+def divided(value: Tensor, number: float) -> Tensor:
+    """`value / number` by true division wherever `value` is less than Inf; `value` itself elsewhere.
+
+    Inductor makes a division by a constant a product with its rounded reciprocal on every device but CPUs, also where
+    the constant is a tensor of `constant`. So the divisor is one that depends on the value.
+    """
+    divisor = torch.where(finite(value), constant(number, value), constant(1.0, value))
+    return value / divisor
+
+
 def float32_scale(amax: Tensor, largest: float) -> Tensor:
     """`amax / largest` by true division, at least `FLOOR`; NaN for a non-finite group."""
-    return torch.where(finite(amax), (amax / constant(largest, amax)).clamp(min=FLOOR), float("nan"))
+    return torch.where(finite(amax), divided(amax, largest).clamp(min=FLOOR), float("nan"))
 
 
 def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
@@ -51,7 +61,7 @@ def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
 
 def exponent_above(amax: Tensor, largest: float) -> Tensor:
     """The biased exponent, in int32, of the least power of two >= the float32 quotient `amax / largest`."""
-    return _exponent(amax / constant(largest, amax), _CARRY_ANY)
+    return _exponent(divided(amax, largest), _CARRY_ANY)
 
 
 def mxfp4_exponent(amax: Tensor, rule: str) -> Tensor:

@@ -5,6 +5,7 @@
 - Layers and operators: `operands`, `assert_layer_close`, `assert_operator_right`.
 - Noise: `sqnr`, `assert_sqnr`.
 - Graphs and kernels: `RecordingBackend`, `operator_name`, `count_kernels`.
+- Code for a GPU, without one: `on_gpu`, `GpuCodeCompiled`.
 - Memory: `storage_census`, `live_bytes`, `record_allocations`, `plain_tensors`.
 - Small models: `MODELS`, `model_case`, `ModelCase`, `Conv1D`, `LlamaBlock`.
 - Hypothesis strategies: `tensors`, `formats`, `schemes`, `configurations`, `models`; they need the package hypothesis,
@@ -22,6 +23,7 @@ from olq_fx.testing_bounds import (
     product_bound,
     sqnr,
 )
+from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
 from olq_fx.testing_graphs import Kernels, RecordedGraph, RecordingBackend, count_kernels, operator_name
 from olq_fx.testing_layers import assert_layer_close, assert_operator_right, operands
 from olq_fx.testing_memory import (
@@ -54,6 +56,7 @@ __all__ = [
     "Allocations",
     "Conv1D",
     "FormatRule",
+    "GpuCodeCompiled",
     "Kernels",
     "LlamaBlock",
     "ModelCase",
@@ -78,6 +81,7 @@ __all__ = [
     "live_bytes",
     "model_case",
     "models",
+    "on_gpu",
     "operands",
     "operator_name",
     "plain_tensors",

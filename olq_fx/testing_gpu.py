@@ -1,0 +1,149 @@
+"""Inductor's code for an NVIDIA GPU, on a machine that has none: everything is compiled, nothing is launched.
+
+    compiled = torch.compile(model, backend=on_gpu(compile_fx, 90))
+    compiled(x)     # raises GpuCodeCompiled when the code for sm_90 is there
+
+While it compiles, substitutes for the device stand in torch and Triton. Both remember answers of theirs: this is for a
+process that has no GPU to use afterwards. Beside `torch_private` the only module that knows private parts of torch.
+"""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+MEMORY = 141 << 30
+SHARED_MEMORY = 232448
+LIMITS = {
+    "multi_processor_count": 132,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+}
+"""Of an H200, which says them as CUDA device properties."""
+
+
+class GpuCodeCompiled(Exception):  # noqa: N818
+    """All is compiled, and would be launched now."""
+
+
+class _Driver:
+    """What is asked of Triton's driver as long as nothing is launched."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        properties = {"max_shared_mem": SHARED_MEMORY, "multiprocessor_count": LIMITS["multi_processor_count"]}
+        self.utils = types.SimpleNamespace(get_device_properties=lambda device: properties)
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def _patches(capability: int) -> Iterator[Any]:
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._inductor.runtime import hints, triton_helpers
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._subclasses import fake_tensor
+
+    major, minor = divmod(capability, 10)
+    found = hints.DeviceProperties(type="cuda", index=0, cc=capability, major=major, **LIMITS)
+    properties = types.SimpleNamespace(
+        name=f"sm_{capability}",
+        major=major,
+        minor=minor,
+        total_memory=MEMORY,
+        shared_memory_per_block_optin=SHARED_MEMORY,
+        L2_cache_size=60 << 20,
+        gcnArchName="",
+        **LIMITS,
+    )
+    for target, name, value in (
+        (hints.DeviceProperties, "create", lambda device: found),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
+        (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "set_device", lambda device: None),
+        (torch.cuda, "_exchange_device", lambda device: 0),
+        (torch.cuda, "_maybe_exchange_device", lambda device: 0),
+        (torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", lambda state, device=None: None),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        (fake_tensor, "init_gpu_context", lambda *_: None),  # a CUDA build of torch would look for a driver
+        # Inductor traces its patterns on the device; those traced on a CPU are the same ones.
+        (joint_graph, "lazy_init", lambda device=None, init=joint_graph.lazy_init: init(torch.device("cpu"))),
+        (post_grad, "lazy_init", lambda device=None, init=post_grad.lazy_init: init(torch.device("cpu"))),
+        (triton_helpers, "set_driver_to_gpu", lambda: None),
+        # Loading a kernel needs the device; the machine code is there before.
+        (CachingAutotuner, "_make_launchers", lambda self: None),
+        (CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),
+    ):
+        yield mock.patch.object(target, name, value, create=target is torch._C)
+
+
+@contextlib.contextmanager
+def pretend_cuda(capability: int) -> Iterator[None]:
+    """Within it, torch and Triton take a GPU of this compute capability (90: sm_90) for present."""
+    import torch._inductor.config as inductor_config
+    from triton.runtime import driver  # type: ignore[import-untyped]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
+        for patch in _patches(capability):
+            stack.enter_context(patch)
+        has_triton = torch.utils._triton.has_triton
+        has_triton.cache_clear()  # it was asked before
+        stack.callback(has_triton.cache_clear)
+        # Folding constants makes them on the device.
+        stack.enter_context(inductor_config.patch(compile_threads=1, joint_graph_constant_folding=False))
+        yield
+
+
+def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., Any]:
+    """A backend that compiles a graph of CPU tensors as if they were on a GPU; the result raises `GpuCodeCompiled`.
+
+    Args:
+        compile_graph: takes the graph and its inputs, which are fake CUDA tensors here.
+        capability: of the GPU.
+    """
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        mode = torch._guards.detect_fake_mode(inputs)
+        if mode is None:
+            raise ValueError("on_gpu is a backend for torch.compile: it needs its fake tensors")
+        with pretend_cuda(capability), mode:
+            moved = [_moved(value) for value in inputs]
+            compile_graph(gm, moved)
+        return _stop
+
+    return backend
+
+
+def _moved(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+def _stop(*inputs: Any) -> Any:
+    raise GpuCodeCompiled
