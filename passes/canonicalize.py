@@ -12,7 +12,6 @@ and neither are uses that are no linear layer: those are refused, with the reaso
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
@@ -32,20 +31,21 @@ class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def __call__(self, gm: GraphModule) -> PassResult:
-        """Rewrite all uses; each is read afresh, since the input of one may be the result of another."""
+        """Rewrite all uses, in rounds: what a use reads may be the result of another one, which is then a new node."""
         changed = 0
-        while use := next(self._linear(gm), None):
-            _rewrite(use)
-            changed += 1
+        while found := [use for uses in self._uses(gm) for use in uses.linear]:
+            gone: set[Node] = set()
+            for use in found:
+                if gone.isdisjoint((use.node, use.x, use.bias)):
+                    _rewrite(use)
+                    gone.add(use.node)
+            changed += len(gone)
         rejects = tuple(reject for uses in self._uses(gm) for reject in uses.others)
         return PassResult(changed, rejects)
 
     def _uses(self, gm: GraphModule) -> tuple[WeightUses, ...]:
         inputs = placeholders(gm)
         return uses_of_inputs(inputs[w.placeholder] for w in self.context.weights if w.placeholder in inputs)
-
-    def _linear(self, gm: GraphModule) -> Iterator[LinearUse]:
-        return (use for uses in self._uses(gm) for use in uses.linear)
 
 
 def _rewrite(use: LinearUse) -> None:

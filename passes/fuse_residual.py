@@ -37,17 +37,18 @@ class FuseResidual:
         """Fuse what can be fused."""
         fused = 0
         rejects = []
+        writes = Writes(gm)
         for node in _products(gm):
             reshape = _only_user(node, "reshape")
             result = node if reshape is None else reshape
             addition = next((user for user in result.users if is_call(user, *_ADDITIONS)), None)
             if node.args[-1] is not None or addition is None:
                 continue
-            reason = _refused(gm, node, result, addition)
+            reason = _refused(writes, node, result, addition)
             if reason:
                 rejects.append(Reject(label_of(node), f"the addition after it stays apart: {reason}"))
             else:
-                _fuse(gm, node, reshape, addition)
+                _fuse(writes, node, reshape, addition)
                 fused += 1
         return PassResult(fused, tuple(rejects))
 
@@ -72,7 +73,7 @@ def _residual(result: Node, addition: Node) -> Node | None:
     return others[0]
 
 
-def _refused(gm: GraphModule, node: Node, result: Node, addition: Node) -> str:
+def _refused(writes: Writes, node: Node, result: Node, addition: Node) -> str:
     """Why an addition cannot be part of the product; "" if it can."""
     if len(result.users) > 1 or len(node.users) > 1:
         return "the product is read by others too"
@@ -82,20 +83,19 @@ def _refused(gm: GraphModule, node: Node, result: Node, addition: Node) -> str:
         return "it is no sum of two tensors"
     if other.shape != own.shape or other.dtype != own.dtype or total.dtype != own.dtype or own.dim() < 2:
         return "its operands differ in shape or dtype"
-    writes = Writes(gm)
     inputs = [tensor for source in node.all_input_nodes if (tensor := tensor_of(source)) is not None]
     if any(writes.between(node, addition, tensor) for tensor in inputs):
         return "an input of the product is written to before it"
     return ""
 
 
-def _fuse(gm: GraphModule, node: Node, reshape: Node | None, addition: Node) -> None:
+def _fuse(writes: Writes, node: Node, reshape: Node | None, addition: Node) -> None:
     residual = _residual(node if reshape is None else reshape, addition)
     assert residual is not None
     tensor = tensor_of(residual)
     assert tensor is not None
     emit = Emitter(addition, node)
-    flat = residual if tensor.dim() == 2 else _flattened(gm, residual, addition)
+    flat = residual if tensor.dim() == 2 else _flattened(writes, residual, addition)
     flat = emit.method("flatten", residual, 0, -2) if flat is None else flat
     assert callable(node.target)
     fused = emit.call(node.target, *node.args[:-1], flat)
@@ -107,11 +107,10 @@ def _fuse(gm: GraphModule, node: Node, reshape: Node | None, addition: Node) -> 
     node.graph.erase_node(node)
 
 
-def _flattened(gm: GraphModule, residual: Node, addition: Node) -> Node | None:
+def _flattened(writes: Writes, residual: Node, addition: Node) -> Node | None:
     """The residual as a matrix, where a layer before the addition has read it so already."""
     tensor = tensor_of(residual)
     assert tensor is not None
-    writes = Writes(gm)
     for user in residual.users:
         known = is_call(user, "flatten") and user.args[1:] == (0, -2) and user < addition
         if known and not writes.between(user, addition, tensor):

@@ -229,13 +229,12 @@ def _inplace_flag(node: Node) -> bool:
 
 
 class Writes:
-    """Which storages are written to where in a graph."""
+    """Which storages are written to where in a graph. It stays right as long as no node that writes comes or goes."""
 
     def __init__(self, gm: GraphModule) -> None:
-        """Index the graph as it is now."""
-        self._position = {node: index for index, node in enumerate(gm.graph.nodes)}
+        """Read the graph once."""
         self._writes = [
-            (self._position[node], tensor)
+            (node, tensor)
             for node in gm.graph.nodes
             for argument in written(node)
             for tensor in tensors_in(values((argument,)))
@@ -243,5 +242,4 @@ class Writes:
 
     def between(self, first: Node, last: Node, tensor: Tensor) -> bool:
         """Whether the storage of `tensor` may be written to after `first` and before `last`."""
-        begin, end = self._position[first], self._position[last]
-        return any(begin < at < end and torch_private.shares_storage(other, tensor) for at, other in self._writes)
+        return any(first < at < last and torch_private.shares_storage(other, tensor) for at, other in self._writes)
