@@ -60,7 +60,7 @@ bench: $(STAMP) ## measure against peers (ARGS=--save writes benchmarks/results)
 	@failed=0; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || failed=1; done; exit $$failed
 
 sweep: $(STAMP) ## every scheme, route, dtype and model, compiled (long)
-	$(BIN)/pytest -m slow $(ARGS)
+	PYTHONPATH=tests/e2e OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -p sweep_table --numprocesses $(JOBS) $(ARGS)
 
 clean: ## remove environments, caches and what was built
 	rm -rf .venv .venv-torch* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

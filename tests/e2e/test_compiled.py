@@ -5,7 +5,9 @@ once. The models of a group are compiled together, as one graph, so that every s
 """
 
 import gc
+import importlib
 import itertools
+import pathlib
 import random
 
 import pytest
@@ -95,3 +97,11 @@ def check_life(by_backend, in_place, run, compiled) -> None:
         assert isinstance(by_backend.model.get_parameter(path), olq_fx.QuantizedWeight)
         assert_same_bits(by_backend.model.get_parameter(path), in_place.model.get_parameter(path), name=path)
     assert_same_bits(by_backend.call_all(run), compiled)
+
+
+def test_the_table_of_the_sweep_has_every_model(zoo_names, monkeypatch):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+    sweep_table = importlib.import_module("sweep_table")
+
+    assert sorted(sweep_table.MODELS) == sorted(zoo_names)
+    assert tuple(FACTORS["route"]) == sweep_table.ROUTES
