@@ -3,6 +3,7 @@
 API:
     candidates_of(model) -> tuple[Candidate, ...]     in the order of the tree, one for each parameter, ties merged
     module_paths(model) -> tuple[str, ...]            every path that a pattern could mean (for messages)
+    ModulePaths(model)                                the same, read when it is asked for
     parameter_bytes(model) -> int                     of all parameters, shared ones once, in original precision
     combine(tree, graph) -> tuple[Candidate, ...]     the tree's candidates, with what a traced graph knows better
 
@@ -11,7 +12,8 @@ other 2-D parameter has an unknown use (`x @ w` and `x @ w.T` cannot be told apa
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +115,34 @@ def module_paths(model: nn.Module) -> tuple[str, ...]:
         found.append(place.path)
         found.extend(place.of(leaf) for leaf, tensor in place.module._parameters.items() if tensor is not None)
     return tuple(path for path in dict.fromkeys(found) if path)
+
+
+class ModulePaths(Collection[str]):
+    """`module_paths` of a model, read when they are asked for: a plan without mistakes does not need them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """The paths of `model`."""
+        self._model = model
+
+    @functools.cached_property
+    def _paths(self) -> tuple[str, ...]:
+        return module_paths(self._model)
+
+    @functools.cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self._paths)
+
+    def __contains__(self, path: object) -> bool:
+        """Whether a module or parameter has this path."""
+        return path in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        """In the order of the tree."""
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._paths)
 
 
 def parameter_bytes(model: nn.Module) -> int:

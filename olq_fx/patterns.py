@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from olq_fx.errors import ConfigurationError, nearest
+from olq_fx.path_filter import PathFilter, Word, glob_words, regex_words
 
 if TYPE_CHECKING:
     import regex
@@ -68,12 +69,11 @@ class Pattern:
             ) from None
 
     @property
-    def literal_prefix(self) -> str:
-        """What every matching path begins with."""
+    def words(self) -> tuple[Word, ...]:
+        """Words that every matching path has in it."""
         if self.form == "regex":
-            return ""
-        special = _SPECIAL.search(self.text)
-        return self.text if special is None else self.text[: special.start()]
+            return regex_words(self.text.removeprefix(REGEX_PREFIX))
+        return glob_words(self.text)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,8 +110,7 @@ def _expression(text: str) -> "regex.Pattern[str]":
 class PathIndex:
     """The paths of a model, arranged so that patterns find theirs without trying every one.
 
-    Exact names are looked up; a glob is tried only on the paths that share the text before its first special
-    character; a regular expression is tried on all.
+    Exact names are looked up; globs and regular expressions are tried on the paths that have their words in them.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
@@ -123,15 +122,16 @@ class PathIndex:
         """The paths that `pattern` matches, sorted."""
         if pattern.form == "exact":
             return [pattern.text] if pattern.text in self._known else []
-        return [path for path in self._with_prefix(pattern.literal_prefix) if pattern.matches(path)]
+        found = (self._sorted[position] for position in self._filter.candidates(pattern.words))
+        return [path for path in found if pattern.matches(path)]
+
+    @functools.cached_property
+    def _filter(self) -> PathFilter:
+        return PathFilter(self._sorted)
 
     def below(self, path: str) -> list[str]:
         """The paths inside the container `path`, sorted."""
-        return self._with_prefix(path + ".")
-
-    def _with_prefix(self, prefix: str) -> list[str]:
-        if not prefix:
-            return self._sorted
+        prefix = path + "."
         start = bisect.bisect_left(self._sorted, prefix)
         following = itertools.islice(self._sorted, start, None)
         return list(itertools.takewhile(lambda path: path.startswith(prefix), following))

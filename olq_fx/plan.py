@@ -17,14 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from olq_fx.candidates import Candidate, candidates_of, module_paths
+from olq_fx.candidates import Candidate, ModulePaths, candidates_of
 from olq_fx.candidates import parameter_bytes as bytes_of_parameters
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import PlanError, nearest
-from olq_fx.formats import FORMATS
-from olq_fx.kernels import registry
 from olq_fx.module_uses import CandidateKind
-from olq_fx.numerics import quantized_bytes
 from olq_fx.schemes import Slot
 from olq_fx.selection import Decision, Verdict, select
 from olq_fx.tables import size_of, table_of
@@ -65,6 +62,7 @@ class PlanRow:
         bytes_after: its size as this row has it.
         trainable: whether it required a gradient; a converted weight is frozen.
         asked: whether the configuration asks for it to be quantized.
+        allow_nonfinite: whether it is converted even if it has NaN or Inf.
     """
 
     path: str
@@ -86,6 +84,7 @@ class PlanRow:
     bytes_after: int
     trainable: bool
     asked: bool
+    allow_nonfinite: bool = False
 
     @property
     def formats(self) -> str:
@@ -208,7 +207,12 @@ class Plan:
 
 
 def plan_for(
-    config: object, model: nn.Module, *, strict: bool = True, candidates: Sequence[Candidate] | None = None
+    config: object,
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    candidates: Sequence[Candidate] | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """The plan of a model.
 
@@ -217,6 +221,7 @@ def plan_for(
         model: only shapes and types are read, so it may be on meta.
         strict: whether a pattern or request without effect is an error; otherwise it is a warning.
         candidates: instead of those of the module tree, e.g. combined with what a traced graph shows.
+        device: where the model will run, which kernels and expected losses depend on; by default where each weight is.
 
     Raises:
         ConfigurationError: the configuration has no meaning.
@@ -227,8 +232,9 @@ def plan_for(
         QuantizationConfig.parse(config),
         found,
         strict=strict,
-        all_paths=module_paths(model),
+        all_paths=ModulePaths(model),
         parameter_bytes=bytes_of_parameters(model),
+        device=device,
     )
 
 
@@ -239,20 +245,20 @@ def make_plan(
     strict: bool = True,
     all_paths: Collection[str] = (),
     parameter_bytes: int | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """The plan of a set of candidates: see `plan_for` and `selection.select`."""
-    selection = select(config, candidates, strict=strict, all_paths=all_paths)
-    rows = tuple(_row(config, c, verdict) for c, verdict in zip(candidates, selection.verdicts, strict=True))
+    kind = None if device is None else torch.device(device).type
+    selection = select(config, candidates, strict=strict, all_paths=all_paths, device=kind)
+    rows = tuple(map(_row, candidates, selection.verdicts))
     total = sum(row.bytes_before for row in rows) if parameter_bytes is None else parameter_bytes
     return Plan(config, rows, total, selection.problems)
 
 
-def _row(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> PlanRow:
+def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:
     """The row of a candidate of which the verdict is known."""
-    slot = verdict.slot
+    slot, config, forecast = verdict.slot, verdict.config, verdict.forecast
     before = candidate.bytes
-    after = before if slot is None else quantized_bytes(FORMATS[slot.weight], candidate.shape[0], candidate.shape[1])
-    kernel, kernel_reason = _kernel(candidate, slot)
     weight_rule, activation_rule = candidate.current_rules or (("", "") if slot is None else config.rules(slot))
     return PlanRow(
         path=candidate.path,
@@ -266,30 +272,19 @@ def _row(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> 
         weight_rule=weight_rule,
         activation_rule=activation_rule,
         transposed=candidate.transposed,
-        kernel=kernel,
-        kernel_reason=kernel_reason,
+        kernel="" if forecast is None else forecast.kernel,
+        kernel_reason="" if forecast is None else forecast.kernel_reason,
         reason=verdict.reason,
-        warning=_warning(candidate, verdict, before, after),
+        warning=_warning(candidate, verdict),
         bytes_before=before,
-        bytes_after=after,
+        bytes_after=before if forecast is None else forecast.bytes_after,
         trainable=candidate.trainable,
         asked=verdict.asked,
+        allow_nonfinite=config.allow_nonfinite,
     )
 
 
-def _kernel(candidate: Candidate, slot: Slot | None) -> tuple[str, str]:
-    """The predicted kernel and why it is no better one. An expert that is a layer of its own is a linear layer here."""
-    if slot is None:
-        return "", ""
-    kind = "embedding" if candidate.kind == "embedding" else "linear"
-    n, k = candidate.shape
-    choice = registry.select(kind, slot.weight, slot.activation, n, k, candidate.device.type)
-    return choice.name, choice.reason
-
-
-def _warning(candidate: Candidate, verdict: Verdict, before: int, after: int) -> str:
+def _warning(candidate: Candidate, verdict: Verdict) -> str:
     if candidate.kind == "moe" and verdict.decision == "leave" and verdict.asked:
-        return f"{before} bytes of experts stay in original precision"
-    if verdict.decision == "quantize" and after > before:
-        return f"takes more bytes than before ({after} instead of {before})"
-    return ""
+        return f"{candidate.bytes} bytes of experts stay in original precision"
+    return verdict.forecast.loss if verdict.decision == "quantize" and verdict.forecast is not None else ""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from olq_fx.errors import PendingWeightError, UnsupportedError
-from olq_fx.formats import FORMATS, Format
+from olq_fx.formats import Format, get_format
 from olq_fx.kernels import ops  # noqa: F401 (registers torch.ops.olq_fx)
 from olq_fx.numerics import Parts
 
@@ -45,7 +45,7 @@ class WeightSpec:
     @property
     def format(self) -> Format:
         """The weight's format."""
-        return FORMATS[self.weight]
+        return get_format(self.weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
