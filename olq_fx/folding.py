@@ -11,7 +11,9 @@ import dataclasses
 import re
 from collections.abc import Hashable, Iterable, Sequence
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a path that is a number."""
+
 _RANGES = 6
 """How many ranges of numbers are written out."""
 
@@ -28,8 +30,8 @@ def fold(paths: Sequence[str], keys: Sequence[Hashable]) -> list[Folded]:
     """Fold rows with equal keys whose paths differ in numbers only."""
     kinds: dict[tuple[str, Hashable], dict[tuple[int, ...], int]] = {}
     for index, (path, key) in enumerate(zip(paths, keys, strict=True)):
-        numbers = tuple(map(int, _NUMBER.findall(path)))
-        kinds.setdefault((_NUMBER.sub("\0", path), key), {}).setdefault(numbers, index)
+        numbers = tuple(map(int, NUMBER.findall(path)))
+        kinds.setdefault((NUMBER.sub("\0", path), key), {}).setdefault(numbers, index)
     found = []
     for (template, _), members in kinds.items():
         for axes in _products(list(members)):

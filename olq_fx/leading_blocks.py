@@ -68,6 +68,4 @@ def kept(block: Block | None, count: int | None, weight_format: str) -> str:
         count, why = _DUALSCALE_KEPT, f"the default of {_DUALSCALE}; num_bf16_fallback_layers changes it"
     if block.number >= count:
         return ""
-    return (
-        f"block {block.number} of the {block.length} in {block.path}, whose first {count} keep their precision ({why})"
-    )
+    return f"one of the first {count} of {block.length} blocks in {block.path}, which keep their precision ({why})"

@@ -14,8 +14,13 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-_QUANTIFIERS = frozenset("*?{")
-_CLASSES = frozenset("dwsDWSbBAZ")
+_TOKEN = re.compile(
+    r"(?P<class>\\[dwsDWSbBAZ]|\[\^?\]?(?:\\.|[^\]\\])*\]|[.^$+])|(?P<unknown>\\[^\W_])|(?P<quoted>\\.)"
+    r"|(?P<bracket>[()])|(?P<bar>\|)|(?P<quantifier>[*?]|\{[^}]*\}?)|(?P<plain>.)",
+    re.DOTALL,
+)
+"""The tokens of a regular expression. `+` needs what is before it once; the quantifiers do without it."""
+
 _OPAQUE = re.compile(r"\(\?(?![:=!<])|\(\*|\[\[")
 """Flags, verbs and nested sets: they change what the rest of an expression means."""
 
@@ -89,46 +94,23 @@ def regex_words(body: str) -> tuple[Word, ...]:
     if _OPAQUE.search(body):
         return ()
     runs: list[str] = [""]
-    position, depth = 0, 0
-    while position < len(body):
-        character = body[position]
-        position += 1
-        if character == "\\":
-            escaped = body[position : position + 1]
-            position += 1
-            if escaped.isalnum() and escaped not in _CLASSES:
-                return ()
-            character = "" if escaped.isalnum() else escaped
-            if depth == 0 and character:
-                runs[-1] += character
-                continue
-        elif character == "[":
-            position = _after_class(body, position)
-        elif character == "{":
-            position = body.find("}", position) + 1 or len(body)
-            runs[-1] = runs[-1][:-1]
-        elif character == "|" and depth == 0:
+    depth = 0
+    for token in _TOKEN.finditer(body):
+        kind, text = str(token.lastgroup), token[0]
+        if (kind == "bar" and depth == 0) or (kind == "unknown"):
             return ()
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-        elif character in _QUANTIFIERS:
+        if kind in ("quoted", "plain"):
+            if depth == 0:
+                runs[-1] += text[-1]
+                continue
+        elif kind == "bracket":
+            depth += 1 if text == "(" else -1
+        elif kind == "quantifier":
             runs[-1] = runs[-1][:-1]
-        elif character not in ".^$+|" and depth == 0:
-            runs[-1] += character
-            continue
         if runs[-1] or len(runs) == 1:
             runs.append("")
     found = [word for index, run in enumerate(runs) for word in _pieces(run, index == 0, False)]
     return tuple(dict.fromkeys(found))
-
-
-def _after_class(body: str, position: int) -> int:
-    """The position after a set of characters that was opened before `position`."""
-    position += body.startswith("^", position)
-    position += body.startswith("]", position)
-    while position < len(body) and body[position] != "]":
-        position += 2 if body[position] == "\\" else 1
-    return position + 1
 
 
 def _pieces(run: str, starts: bool, ends: bool) -> list[Word]:

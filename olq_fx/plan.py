@@ -5,13 +5,14 @@ API:
     make_plan(config, candidates, strict=True, all_paths=(), parameter_bytes=None) -> Plan
     Plan.rows, .lookup(path), .quantized, .problems, .bytes_before, .bytes_after, .share,
         .share_of_parameters, .to_dict(), .to_json(), str(plan)
+    table_of_rows(rows, statuses, folded=True) -> str     as a plan and a report print them
     PlanRow: path, module_path, names, kind, shape, dtype, decision, slot, weight_rule, activation_rule, transposed,
         kernel, kernel_reason, reason, warning, bytes_before, bytes_after, trainable, asked
 """
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from olq_fx.candidates import Candidate, ModulePaths, candidates_of
 from olq_fx.candidates import parameter_bytes as bytes_of_parameters
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import PlanError, nearest
+from olq_fx.folding import NUMBER, fold
 from olq_fx.module_uses import CandidateKind
 from olq_fx.schemes import Slot
 from olq_fx.selection import Decision, Verdict, select
@@ -28,6 +30,7 @@ from olq_fx.tables import size_of, table_of
 
 COLUMNS: Mapping[str, Literal["left", "right"]] = {
     "weight": "left",
+    "count": "right",
     "kind": "left",
     "shape": "left",
     "dtype": "left",
@@ -98,15 +101,46 @@ class PlanRow:
         dtype = str(self.dtype).removeprefix("torch.")
         return row | {"names": list(self.names), "shape": list(self.shape), "dtype": dtype, "slot": slot}
 
-    def cells(self, status: str) -> tuple[str, ...]:
-        """The row for people, as `COLUMNS` has them; `status` is what to say of it."""
+    @property
+    def why(self) -> str:
+        """Everything that is to be said of the row in words."""
         ties = f"also {', '.join(self.names[1:])}" if self.names[1:] else ""
-        after = "" if self.slot is None else f" -> {size_of(self.bytes_after)}"
-        why = "; ".join(part for part in (self.reason, self.warning, self.kernel_reason, ties) if part)
-        shape = " x ".join(map(str, self.shape))
-        dtype = str(self.dtype).removeprefix("torch.")
-        size = size_of(self.bytes_before) + after
-        return (self.path, self.kind, shape, dtype, status, self.formats, self.kernel, size, why)
+        return "; ".join(part for part in (self.reason, self.warning, self.kernel_reason, ties) if part)
+
+
+def table_of_rows(rows: Sequence[PlanRow], statuses: Sequence[str], *, folded: bool = True) -> str:
+    """A table of rows with what to say of each, as text.
+
+    Args:
+        rows: of a plan.
+        statuses: what to say of each.
+        folded: whether equal layers of repeated blocks are one row with a count, and the bytes of all.
+    """
+    keys: list[Hashable] = list(range(len(rows)))
+    if folded:
+        keys = [_likeness(row, status) for row, status in zip(rows, statuses, strict=True)]
+    found = fold([row.path for row in rows], keys)
+    return table_of(
+        COLUMNS, [_cells(one.text, [rows[i] for i in one.members], statuses[one.members[0]]) for one in found]
+    )
+
+
+def _likeness(row: PlanRow, status: str) -> Hashable:
+    """What equal layers have in common. Their ties differ in the numbers of paths, as they do themselves."""
+    why = NUMBER.sub("N", row.why) if row.names[1:] else row.why
+    return row.kind, row.shape, row.dtype, status, row.slot, row.kernel, why, row.bytes_after
+
+
+def _cells(text: str, rows: Sequence[PlanRow], status: str) -> tuple[str, ...]:
+    """Rows that are equal but for their paths, for people, as `COLUMNS` has them."""
+    row = rows[0]
+    size = size_of(sum(one.bytes_before for one in rows))
+    if row.slot is not None:
+        size += f" -> {size_of(sum(one.bytes_after for one in rows))}"
+    shape = " x ".join(map(str, row.shape))
+    dtype = str(row.dtype).removeprefix("torch.")
+    count = str(len(rows)) if rows[1:] else ""
+    return (text, count, row.kind, shape, dtype, status, row.formats, row.kernel, size, row.why)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,8 +222,12 @@ class Plan:
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
-        """A table, one line a weight, and the totals."""
-        table = table_of(COLUMNS, [row.cells(row.decision) for row in self.rows])
+        """A table, equal layers of repeated blocks in one line, and the totals."""
+        return self.text()
+
+    def text(self, *, folded: bool = True) -> str:
+        """The table and the totals; with `folded` false one line a weight."""
+        table = table_of_rows(self.rows, [row.decision for row in self.rows], folded=folded)
         count = f"{len(self.quantized)} of {len(self.rows)} weights to be quantized or quantized before"
         return "\n".join([table, f"{count}: {self.share:.1%} of their bytes", *self.summary()])
 
