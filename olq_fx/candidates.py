@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from olq_fx.errors import ConfigurationTypeError
-from olq_fx.module_uses import CandidateKind, Use, output_embeddings, places, uses_of
+from olq_fx.module_uses import CandidateKind, Use, distinct_modules, output_embeddings, places, uses_of
 from olq_fx.schemes import Slot
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -149,10 +149,12 @@ def parameter_bytes(model: nn.Module) -> int:
     """The size of all parameters, shared ones once, a converted one in its original precision."""
     sizes: dict[object, int] = {}
     storages: list[object] = []  # kept alive: their identities are keys
-    for parameter in model.parameters():
-        key, storage = _identity(parameter)
-        storages.append(storage)
-        sizes[key] = 0 if nn.parameter.is_lazy(parameter) else parameter.numel() * parameter.dtype.itemsize
+    for module in distinct_modules(model):
+        for parameter in module._parameters.values():
+            if parameter is not None and not nn.parameter.is_lazy(parameter):
+                key, storage = _identity(parameter)
+                storages.append(storage)
+                sizes[key] = parameter.numel() * parameter.dtype.itemsize
     return sum(sizes.values())
 
 
@@ -202,31 +204,56 @@ def _identity(tensor: Tensor, computed: str = "") -> tuple[object, object]:
     if computed or not plain or nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
         return (id(tensor), computed), tensor
     storage = tensor.untyped_storage()
-    where = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    where = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     return (id(storage), *where), storage
 
 
 def _candidate(uses: list[Use]) -> Candidate:
     """One weight of all its uses in the tree."""
     first = uses[0]
+    if len(uses) == 1:
+        return _unshared(first)
     products = [use for use in uses if use.kind != "embedding"]
     judged = products[0] if products else first
+    names = [use.path for use in uses]
     return Candidate(
-        path=first.path,
+        path=names[0],
         module_path=first.place.path,
-        names=tuple(dict.fromkeys(use.path for use in uses)),
-        module_names=tuple(dict.fromkeys(name for use in uses for name in use.module_names)),
-        kind="moe" if any(use.kind == "moe" for use in uses) else judged.kind,
+        names=tuple(dict.fromkeys(names)),
+        module_names=tuple(dict.fromkeys([name for use in uses for name in use.module_names])),
+        kind="moe" if any([use.kind == "moe" for use in uses]) else judged.kind,
         shape=judged.shape,
         transposed=judged.transposed,
         dtype=first.tensor.dtype,
         device=first.tensor.device,
         left_alone=_left_alone(uses, products),
         blocked=_blocked(uses, products),
-        use_known=all(use.known for use in uses),
+        use_known=all([use.known for use in uses]),
         current=first.current,
         current_rules=first.current_rules,
-        trainable=any(use.tensor.requires_grad for use in uses),
+        trainable=any([use.tensor.requires_grad for use in uses]),
+    )
+
+
+def _unshared(use: Use) -> Candidate:
+    """A weight with one use: what `_candidate` makes of it, without looking for a second."""
+    path = use.path
+    return Candidate(
+        path=path,
+        module_path=use.place.path,
+        names=(path,),
+        module_names=use.module_names,
+        kind=use.kind,
+        shape=use.shape,
+        transposed=use.transposed,
+        dtype=use.tensor.dtype,
+        device=use.tensor.device,
+        left_alone=use.left_alone,
+        blocked=use.blocked,
+        use_known=use.known,
+        current=use.current,
+        current_rules=use.current_rules,
+        trainable=use.tensor.requires_grad,
     )
 
 
@@ -240,6 +267,6 @@ def _left_alone(uses: list[Use], products: list[Use]) -> str:
 
 def _blocked(uses: list[Use], products: list[Use]) -> str:
     """The reason by which a weight cannot be converted."""
-    if len({use.transposed for use in products}) > 1:
+    if len(products) > 1 and len({use.transposed for use in products}) > 1:
         return _TWO_ORIENTATIONS
     return next((use.blocked for use in uses if use.blocked), "")

@@ -242,6 +242,8 @@ class QuantizationConfig:
 
     def with_blocks(self, slot: Slot) -> Slot:
         """A slot of this configuration in the formats that `weight_block_size` makes of `fp8_per_block`."""
+        if self.weight_block_size == options.BLOCK_SIZE:
+            return slot
         weight, activation = block_formats(*self.weight_block_size)
         plain_weight, plain_activation = block_formats(*options.BLOCK_SIZE)
         return Slot(

@@ -50,6 +50,11 @@ def _position(path: str) -> tuple[str, int] | None:
     return None
 
 
+def may_keep(count: int | None, weight_format: str) -> bool:
+    """Whether any block could keep its precision: nobody needs to know the blocks otherwise."""
+    return count is not None or weight_format == _DUALSCALE
+
+
 def kept(block: Block | None, count: int | None, weight_format: str) -> str:
     """Why a weight in a block keeps its original precision, or "".
 

@@ -23,7 +23,7 @@ from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import ConversionError, OlqFxWarning, PlanError, nearest
 from olq_fx.forecast import Forecast, Forecaster
 from olq_fx.fused_layers import fused_table
-from olq_fx.leading_blocks import LISTS, Block, block_of, kept
+from olq_fx.leading_blocks import LISTS, Block, block_of, kept, may_keep
 from olq_fx.matching import SHOWN, Matcher, Matches, unmarked
 from olq_fx.patterns import Pattern
 from olq_fx.schemes import Slot
@@ -151,7 +151,9 @@ def _empty_components(
     all_paths: Collection[str],
 ) -> list[str]:
     """What to say of prefixes that name no part of the model, and of components in which nothing is quantized."""
-    problems = []
+    problems: list[str] = []
+    if not config.components:
+        return problems
     known = {prefix for c in candidates for name in c.names for prefix in _prefixes(unmarked(name))}
     for prefix, own in config.components:
         if prefix not in known and prefix not in all_paths:
@@ -239,7 +241,9 @@ class _Judge:
         matching = [self._targets[pattern.text] for pattern in self._targeted.of(number)]
         slot = matching[0] if matching else self._config.slot(candidate.kind)
         count = self._config.num_bf16_fallback_layers
-        return "" if slot is None or count == 0 else kept(self._blocks[number], count, slot.weight)
+        if slot is None or count == 0 or not may_keep(count, slot.weight):
+            return ""
+        return kept(self._blocks[number], count, slot.weight)
 
     @functools.cached_property
     def _blocks(self) -> list[Block | None]:
@@ -252,7 +256,9 @@ class _Judge:
 
     def _refuse_contradiction(self, number: int, candidate: Candidate, targets: Sequence[Pattern]) -> None:
         ignored = self._ignored.of(number)
-        if ignored and targets:
+        if not targets:
+            return
+        if ignored:
             raise PlanError(
                 f"{candidate.path} matches both ignore {_texts(ignored)} and targets {_texts(targets)}; "
                 "a layer is named by one of the two"

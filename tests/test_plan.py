@@ -320,7 +320,14 @@ def test_json_is_strict_and_complete(model):
 
 def test_the_table_says_it_all(model):
     text = str(plan_for({"quantization": "nvfp4_per_token", "ignore": ["layers.0.attn"]}, model))
-    for words in ("layers.{0,1}.mlp.up_proj.weight", "16 x 8", "float32", "nvfp4_per_token", "ignored by", "embed_tokens"):
+    for words in (
+        "layers.{0,1}.mlp.up_proj.weight",
+        "16 x 8",
+        "float32",
+        "nvfp4_per_token",
+        "ignored by",
+        "embed_tokens",
+    ):
         assert words in text
     assert max(map(len, text.splitlines())) <= 210
     assert "\x1b" not in text
