@@ -221,17 +221,17 @@ def _candidate(uses: list[Use]) -> Candidate:
         module_path=first.place.path,
         names=tuple(dict.fromkeys(names)),
         module_names=tuple(dict.fromkeys([name for use in uses for name in use.module_names])),
-        kind="moe" if any([use.kind == "moe" for use in uses]) else judged.kind,
+        kind="moe" if any(use.kind == "moe" for use in uses) else judged.kind,
         shape=judged.shape,
         transposed=judged.transposed,
         dtype=first.tensor.dtype,
         device=first.tensor.device,
         left_alone=_left_alone(uses, products),
         blocked=_blocked(uses, products),
-        use_known=all([use.known for use in uses]),
+        use_known=all(use.known for use in uses),
         current=first.current,
         current_rules=first.current_rules,
-        trainable=any([use.tensor.requires_grad for use in uses]),
+        trainable=any(use.tensor.requires_grad for use in uses),
     )
 
 

@@ -350,7 +350,7 @@ def _known_keys(given: Mapping[str, object]) -> dict[str, Any]:
             known = [*_KEYS, *sources.KEY_ALIASES, sources.NESTED]
             close = nearest(key, known)
             if not close.startswith("did you mean"):
-                close += "; the configuration of a single component stands under 'components'"
+                close = f"valid: {', '.join(_KEYS)}; the configuration of a component stands under 'components'"
             raise ConfigurationError(f"unknown key {shown(key)} in the configuration; {close}")
     if "activation_scheme" in values:
         options.parse_dynamic(values.pop("activation_scheme"))

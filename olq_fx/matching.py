@@ -17,7 +17,7 @@ pattern may name the fused layer, or all of its shards:
 """
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from olq_fx.candidates import Candidate
 from olq_fx.errors import PlanError
@@ -59,6 +59,7 @@ class Matcher:
         prefix: str = "",
         all_paths: Collection[str] = (),
         fused: Mapping[str, tuple[Shards, ...]] | None = None,
+        owner: Callable[[str], str] = lambda path: "",
     ) -> None:
         """Paths are made when the first pattern asks for them.
 
@@ -67,11 +68,13 @@ class Matcher:
             prefix: of the component that they are in; patterns may leave it out.
             all_paths: all module and parameter paths, to tell a norm's name from one that does not exist.
             fused: the table of fused layers.
+            owner: the component that a path lies in, if it is another one.
         """
         self._candidates = candidates
         self._prefix = prefix
         self._all_paths = all_paths
         self._table = fused or {}
+        self._owner = owner
         self.unmatched: list[str] = []
 
     @functools.cached_property
@@ -168,10 +171,16 @@ class Matcher:
         )
 
     def _why_unmatched(self, key: str, pattern: Pattern) -> str:
-        if pattern.form == "exact" and pattern.text in self._all_paths:
+        if pattern.form == "exact" and pattern.text in self._all_paths and not self._owner(pattern.text):
             return (
                 f"{key}: {pattern.text!r} is no linear, expert or embedding weight, and nothing else is "
                 "ever quantized; drop it"
+            )
+        owner = self._owner(pattern.text) if pattern.form == "exact" else ""
+        if owner:
+            return (
+                f"{key}: the pattern {pattern.text!r} matches nothing; it lies in the component {owner!r}, whose own "
+                "configuration speaks of it"
             )
         shown = self._index.nearest(pattern) if len(self.unmatched) < SHOWN else ""
         return f"{key}: the pattern {pattern.text!r} matches nothing; {shown}"

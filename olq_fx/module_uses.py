@@ -26,6 +26,7 @@ COMPUTED = "its weight is computed by {how}, not stored; remove the parametrizat
 _ATTENTION_WEIGHTS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
 _QUANTIZERS = frozenset({"torchao", "bitsandbytes", "optimum", "quanto", "compressed_tensors"})
+_DECLARES_OUTPUT = "get_output_embeddings"
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
@@ -110,10 +111,12 @@ def output_embeddings(model: nn.Module) -> frozenset[int]:
     """Identities of what `get_output_embeddings()` returns, of the model and of the models inside it."""
     found = set()
     for module in distinct_modules(model):
-        declared = getattr(type(module), "get_output_embeddings", None)
+        # The class is asked first: nn.Module takes long to say that a name is none of its attributes.
+        known = hasattr(type(module), _DECLARES_OUTPUT) or _DECLARES_OUTPUT in module.__dict__
+        declared = getattr(module, _DECLARES_OUTPUT) if known else None
         if callable(declared):
             try:
-                found.add(id(declared(module)))
+                found.add(id(declared()))
             except Exception:  # a model of another library that has none, and says so in its own way
                 continue
     return frozenset(found - {id(None)})

@@ -90,8 +90,11 @@ def select(
     for prefix, numbers in groups.items():
         own = config if not prefix else dict(config.components)[prefix]
         group = [candidates[number] for number in numbers]
-        found, unfit = _select(own, group, prefix, all_paths, forecaster)
-        problems += unfit
+        owner = functools.partial(_other_component, config, prefix)
+        matcher = Matcher(group, prefix, all_paths, fused_table(own.packed_modules_mapping), owner)
+        found, unfit = _select(own, group, matcher, forecaster)
+        where = f"components[{prefix!r}]: " if prefix else ""
+        problems += [where + problem for problem in unfit]
         for number, verdict in zip(numbers, found, strict=True):
             verdicts[number] = verdict
     problems += _empty_components(config, groups, candidates, verdicts, all_paths)
@@ -105,23 +108,22 @@ def select(
 
 
 def _select(
-    config: QuantizationConfig,
-    candidates: Sequence[Candidate],
-    prefix: str,
-    all_paths: Collection[str],
-    forecaster: Forecaster,
+    config: QuantizationConfig, candidates: Sequence[Candidate], matcher: Matcher, forecaster: Forecaster
 ) -> tuple[list[Verdict], list[str]]:
     """The verdicts on the layers of one component, or of what lies in none, and the problems."""
-    matcher = Matcher(candidates, prefix, all_paths, fused_table(config.packed_modules_mapping))
     ignored = matcher.match("ignore", config.ignore)
     included = matcher.match("include", config.include)
     targeted = matcher.match("targets", [pattern for pattern, _ in config.targets])
     judge = _Judge(config, candidates, ignored, included, targeted, forecaster)
     verdicts = [judge.verdict(number, candidate) for number, candidate in enumerate(candidates)]
     judge.refuse_impossible()
-    where = f"components[{prefix!r}]: " if prefix else ""
-    problems = [*matcher.unmatched, *judge.without_effect(candidates, verdicts)]
-    return verdicts, [where + problem for problem in problems]
+    return verdicts, [*matcher.unmatched, *judge.without_effect(candidates, verdicts)]
+
+
+def _other_component(config: QuantizationConfig, prefix: str, path: str) -> str:
+    """The component that a path lies in, if it is not the one with this prefix."""
+    found, _ = config.of(unmarked(path))
+    return "" if found == prefix else found
 
 
 def _groups(config: QuantizationConfig, candidates: Sequence[Candidate]) -> dict[str, list[int]]:
@@ -154,11 +156,17 @@ def _empty_components(
     problems: list[str] = []
     if not config.components:
         return problems
+    served = {
+        config.of(unmarked(name))[0]
+        for candidate, verdict in zip(candidates, verdicts, strict=True)
+        if _served(verdict)
+        for name in candidate.names
+    }
     known = {prefix for c in candidates for name in c.names for prefix in _prefixes(unmarked(name))}
     for prefix, own in config.components:
         if prefix not in known and prefix not in all_paths:
             problems.append(f"components: {prefix!r} is no part of the model; {nearest(prefix, known)}")
-        elif not own.nothing and not any(_served(verdicts[number]) for number in groups.get(prefix, ())):
+        elif not own.nothing and prefix not in served:
             reasons = dict.fromkeys(v.reason for n in groups.get(prefix, ()) if (v := verdicts[n]) is not None)
             why = "; ".join(list(reasons)[:SHOWN]) or "no linear, expert or embedding weight lies in it alone"
             problems.append(f"components: nothing would be quantized in {prefix!r}; {why}")
