@@ -98,5 +98,5 @@ def _reference(product: Product) -> str:
     return ""
 
 
-KERNELS = (Kernel("native_cpu", _native_cpu), Kernel("reference", _reference))
+KERNELS = (Kernel(native.NAME, _native_cpu), Kernel("reference", _reference))
 """Every kernel, best first."""

@@ -38,6 +38,7 @@ def weight_spec(row: PlanRow) -> WeightSpec:
         weight_rule=row.weight_rule,
         activation_rule=row.activation_rule,
         transposed=row.transposed,
+        kernel=row.requested_kernel,
     )
 
 

@@ -39,13 +39,15 @@ class Forecast:
         kernel_reason: why no better kernel runs it, or "".
         bytes_after: the size of its codes and scales.
         loss: why it is better left as it is, or "".
-        refusal: why the kernel that the configuration asks for cannot run it, or "".
+        requested: the kernel that the configuration asks for, or "".
+        refusal: why that kernel cannot run it, or "".
     """
 
     kernel: str
     kernel_reason: str
     bytes_after: int
     loss: str
+    requested: str = ""
     refusal: str = ""
 
 
@@ -81,7 +83,7 @@ def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend:
     loss = f"takes more bytes than before ({after} instead of {before})" if after > before else ""
     if not loss and kind == "linear" and device != "meta":
         loss = _slow(choice.name, n * k)
-    return Forecast(choice.name, reason, after, loss, refusal)
+    return Forecast(choice.name, reason, after, loss, "" if backend == AUTO else backend, refusal)
 
 
 def _slow(kernel: str, weights: int) -> str:

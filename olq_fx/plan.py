@@ -66,6 +66,7 @@ class PlanRow:
         trainable: whether it required a gradient; a converted weight is frozen.
         asked: whether the configuration asks for it to be quantized.
         allow_nonfinite: whether it is converted even if it has NaN or Inf.
+        requested_kernel: the kernel that the configuration asks for, or "".
     """
 
     path: str
@@ -88,6 +89,7 @@ class PlanRow:
     trainable: bool
     asked: bool
     allow_nonfinite: bool = False
+    requested_kernel: str = ""
 
     @property
     def formats(self) -> str:
@@ -319,6 +321,7 @@ def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:
         trainable=candidate.trainable,
         asked=verdict.asked,
         allow_nonfinite=config.allow_nonfinite,
+        requested_kernel="" if forecast is None else forecast.requested,
     )
 
 

@@ -100,6 +100,7 @@ def _check_linear(
     rule: str,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    kernel: str = "",
 ) -> None:
     k = x.shape[1]
     left = x.detach().float()
@@ -122,6 +123,7 @@ def _check_quantized_linear(
     dtype: torch.dtype,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    kernel: str = "",
 ) -> None:
     # Without an activation format the only part is the input itself.
     left = dequantize(tuple(x), get_format(activation_format), k) if activation_format else x[0].detach().float()

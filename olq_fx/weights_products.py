@@ -58,12 +58,12 @@ def _emit(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     recording = torch_private.current_recording() if spec.activation else None
     if recording is None:
         y: Tensor = torch.ops.olq_fx.linear.default(
-            x, parts, spec.weight, spec.activation, spec.activation_rule, bias, None
+            x, parts, spec.weight, spec.activation, spec.activation_rule, bias, None, spec.kernel
         )
         return y
     quantized = _quantized_once(x, spec.activation, spec.activation_rule, recording)
     product: Tensor = torch.ops.olq_fx.quantized_linear.default(
-        quantized, spec.activation, parts, spec.weight, x.shape[1], x.dtype, bias, None
+        quantized, spec.activation, parts, spec.weight, x.shape[1], x.dtype, bias, None, spec.kernel
     )
     return product
 

@@ -32,6 +32,7 @@ class WeightSpec:
         skip: how many leading rows of the parts are outside the tensor. Rows cut from within a block of 128 keep the
             whole block, since its scale belongs to all of it.
         rows_of_larger: whether this is a view of some rows of a larger weight.
+        kernel: name of the kernel that must run its products, "" for the best there is.
     """
 
     weight: str
@@ -41,6 +42,7 @@ class WeightSpec:
     transposed: bool = False
     skip: int = 0
     rows_of_larger: bool = False
+    kernel: str = ""
 
     @property
     def format(self) -> Format:

@@ -72,16 +72,17 @@ class Swap:
 
     def _product(self, emit: Emitter, planned: PlannedWeight, x: Any, k: int, parts: list[Node], bias: Any) -> Node:
         ops = torch.ops.olq_fx
+        asked = {"kernel": planned.kernel} if planned.kernel else {}
         if self.context.gradients or not planned.activation:
             formats = (planned.weight, planned.activation, planned.activation_rule)
-            return emit.call(ops.linear.default, x, parts, *formats, bias, None)
+            return emit.call(ops.linear.default, x, parts, *formats, bias, None, **asked)
         tensor = tensor_of(x)
         assert tensor is not None
         quantized = emit.call(ops.quantize.default, x, planned.activation, planned.activation_rule)
         count = get_format(planned.activation).levels + 1
         pieces = [emit.call(operator.getitem, quantized, index) for index in range(count)]
         sides = (pieces, planned.activation, parts, planned.weight)
-        return emit.call(ops.quantized_linear.default, *sides, k, tensor.dtype, bias, None)
+        return emit.call(ops.quantized_linear.default, *sides, k, tensor.dtype, bias, None, **asked)
 
 
 def _extents(weight: Any, planned: PlannedWeight) -> tuple[int, int]:

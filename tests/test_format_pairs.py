@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import olq_fx
 from olq_fx import numerics
 from olq_fx.formats import BLOCK_COLUMNS, BLOCK_ROWS, FORMATS, block_formats, get_format
 from olq_fx.kernels import reference
@@ -88,8 +89,6 @@ def test_blocks_of_every_size_work_in_both_routes(routes, block):
 
 def test_blocks_survive_saving_and_loading():
     config = {"quantization": "fp8_per_block", "weight_block_size": [32, 64]}
-    import olq_fx
-
     first, second = nn.Linear(K, N), nn.Linear(K, N)
     olq_fx.quantize_(first, config)
     olq_fx.quantize_(second, config)
