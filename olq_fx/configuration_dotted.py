@@ -16,6 +16,7 @@ from olq_fx.errors import ConfigurationError, nearest, shown
 
 _SIDES = frozenset({"weight", "activation"})
 _WITH_SIDES = frozenset({"linear", "moe", "mxfp4_scale"})
+_NESTED_KEYS = (*_WITH_SIDES, "targets", "components", "packed_modules_mapping")
 _KEYS = (
     *("quantization", "linear", "moe", "ignore", "targets", "components", "include", "per_token_activation"),
     *("weight_block_size", "num_bf16_fallback_layers", "mxfp4_scale", "four_over_six", "power_of_two_scales"),
@@ -81,7 +82,7 @@ def _below(parts: list[str]) -> list[str]:
         return [first, *_component(rest)]
     if first not in _WITH_SIDES:
         raise ConfigurationError(
-            f"{'.'.join(parts)!r}: {first!r} has no keys of its own; {nearest(first, [*_WITH_SIDES, 'components'])}"
+            f"{'.'.join(parts)!r}: {first!r} has no keys of its own; {nearest(first, _NESTED_KEYS)}"
         )
     if len(rest) > 1 or _spelled(rest[0]) not in _SIDES:
         raise ConfigurationError(
