@@ -11,7 +11,7 @@ Three forms, never a substring match:
 | form | rule |
 | --- | --- |
 | `model.layers.1.self_attn.o_proj` | the exact path of a module or of a parameter |
-| `re:model\.layers\.\d+\.mlp` | a regular expression, anchored at the start; over 100 ms for one path is an error |
+| `re:model\.layers\.\d+\.mlp` | a regular expression, anchored at the start; an error over 100 ms for a path or 10 s for all |
 | `*.mlp.*` (anything with `*`, `?` or `[`) | `fnmatch` on the whole path, case-sensitive; `*` crosses dots |
 """
 
@@ -21,6 +21,7 @@ import fnmatch
 import functools
 import itertools
 import re
+import time
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 TIMEOUT = 0.1
 """Seconds that a regular expression may take for one path."""
+
+TOTAL_TIMEOUT = 10.0
+"""Seconds that a regular expression may take for all paths of a model together."""
 
 REGEX_PREFIX = "re:"
 
@@ -119,11 +123,24 @@ class PathIndex:
         self._known = frozenset(self._sorted)
 
     def find(self, pattern: Pattern) -> list[str]:
-        """The paths that `pattern` matches, sorted."""
+        """The paths that `pattern` matches, sorted.
+
+        Raises:
+            ConfigurationError: the regular expression took more than 100 ms for one path, or 10 s for all.
+        """
         if pattern.form == "exact":
             return [pattern.text] if pattern.text in self._known else []
-        found = (self._sorted[position] for position in self._filter.candidates(pattern.words))
-        return [path for path in found if pattern.matches(path)]
+        found = []
+        start = time.monotonic()
+        for tried, position in enumerate(self._filter.candidates(pattern.words)):
+            if pattern.matches(self._sorted[position]):
+                found.append(self._sorted[position])
+            if time.monotonic() - start > TOTAL_TIMEOUT:
+                raise ConfigurationError(
+                    f"the pattern {pattern.text!r} took more than {TOTAL_TIMEOUT:.0f} s for {tried + 1} of "
+                    f"{len(self._sorted)} paths; write it without nested repetitions"
+                )
+        return found
 
     @functools.cached_property
     def _filter(self) -> PathFilter:

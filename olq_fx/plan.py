@@ -234,7 +234,7 @@ class Plan:
         return "\n".join([table, f"{count}: {self.share:.1%} of their bytes", *self.summary()])
 
     def summary(self) -> list[str]:
-        """Lines on the whole: sizes, experts that stay in original precision, what `strict=False` let pass."""
+        """Lines on the whole: sizes, experts that stay in original precision, losses, what `strict=False` let pass."""
         sizes = f"{size_of(self.bytes_before)} -> {size_of(self.bytes_after)}"
         lines = [
             f"size of these weights: {sizes}; of all parameters in original precision: {size_of(self.parameter_bytes)}"
@@ -243,6 +243,12 @@ class Plan:
         if experts:
             share = experts / max(self.parameter_bytes, 1)
             lines.append(f"experts in original precision: {size_of(experts)}, {share:.1%} of all parameters")
+        losses = [row.path for row in self.rows if row.decision == "quantize" and row.warning]
+        if losses:
+            lines.append(
+                f"warning: {len(losses)} weights are expected to be larger or slower than before, {losses[0]} among "
+                "them; skip_unprofitable leaves them alone"
+            )
         return lines + [f"warning: {problem}" for problem in self.problems]
 
 

@@ -154,3 +154,11 @@ def test_a_larger_weight_is_a_loss_on_every_device():
     assert row.warning == "takes more bytes than before (320 instead of 128)"
     plan = plan_for({"quantization": "fp8_per_channel", "skip_unprofitable": True}, model)
     assert [row.module_path for row in plan.quantized] == ["up"]
+
+
+def test_the_summary_counts_the_losses():
+    model = nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)})
+    text = str(plan_for("int8", model))
+    assert "warning: 2 weights are expected to be larger or slower than before, up.weight among them" in text
+    with torch.device("meta"):
+        assert "warning" not in str(plan_for("int8", nn.Linear(64, 64)))
