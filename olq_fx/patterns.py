@@ -11,7 +11,7 @@ Three forms, never a substring match:
 | form | rule |
 | --- | --- |
 | `model.layers.1.self_attn.o_proj` | the exact path of a module or of a parameter |
-| `re:model\.layers\.\d+\.mlp` | a regular expression, anchored at the start; an error over 100 ms for a path or 10 s for all |
+| `re:model\.layers\.\d+\.mlp` | a regular expression, anchored at the start; over 100 ms a path, 10 s in all: error |
 | `*.mlp.*` (anything with `*`, `?` or `[`) | `fnmatch` on the whole path, case-sensitive; `*` crosses dots |
 """
 

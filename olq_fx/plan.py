@@ -103,6 +103,10 @@ class PlanRow:
         dtype = str(self.dtype).removeprefix("torch.")
         return row | {"names": list(self.names), "shape": list(self.shape), "dtype": dtype, "slot": slot}
 
+    def cells(self, status: str) -> tuple[str, ...]:
+        """The row for people, as `COLUMNS` has them; `status` is what to say of it."""
+        return _cells(self.path, [self], status)
+
     @property
     def why(self) -> str:
         """Everything that is to be said of the row in words."""

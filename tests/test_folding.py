@@ -9,7 +9,7 @@ from torch import nn
 
 import olq_fx
 from olq_fx.folding import fold
-from olq_fx.plan import plan_for
+from olq_fx.plan import COLUMNS, plan_for
 
 
 def folded(paths: list[str], keys: list[str] | None = None) -> list[tuple[str, int]]:
@@ -103,3 +103,9 @@ def test_a_weight_of_two_names_is_one_in_a_difference():
     with torch.device("meta"):
         third = plan_for("int8", nn.ModuleDict({"a": nn.Linear(8, 8)}))
     assert [old.path for old, _ in olq_fx.diff_plans(one, third).changed] == ["a.weight"]
+
+
+def test_a_row_alone_has_the_cells_of_the_table():
+    row = plan_for("mxfp8", Model(1)).rows[0]
+    assert row.cells("converted")[:6] == ("layers.0.up.weight", "", "linear", "128 x 64", "float32", "converted")
+    assert len(row.cells("converted")) == len(COLUMNS)
