@@ -16,6 +16,7 @@ from olq_fx.errors import ConfigurationError, nearest, shown
 
 _SIDES = frozenset({"weight", "activation"})
 _WITH_SIDES = frozenset({"linear", "moe", "mxfp4_scale"})
+_PATTERNS = frozenset({"ignore", "include", *(name for name, key in KEY_ALIASES.items() if key == "ignore")})
 _NESTED_KEYS = (*_WITH_SIDES, "targets", "components", "packed_modules_mapping")
 _KEYS = (
     *("quantization", "linear", "moe", "ignore", "targets", "components", "include", "per_token_activation"),
@@ -44,7 +45,7 @@ def from_dotted(pairs: Iterable[tuple[str, object]]) -> dict[str, Any]:
             at = at.setdefault(part, {})
             if not isinstance(at, dict):
                 raise ConfigurationError(f"{key!r} is given beside {'.'.join(way[:depth])!r} as a whole; give one")
-        _put(at, way[-1], _value(value), key)
+        _put(at, way[-1], _value(value, way[-1]), key)
     return found
 
 
@@ -103,14 +104,15 @@ def _spelled(part: str) -> str:
     return part.replace("-", "_")
 
 
-def _value(value: object) -> object:
-    """What a text on the command line means."""
+def _value(value: object, key: str) -> object:
+    """What a text on the command line means. A pattern may look like a number: layers of nn.Sequential are called 0."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value, parse_constant=_no_number)
+        read = json.loads(value, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return value
+    return value if key in _PATTERNS and isinstance(read, (bool, int, float)) else read
 
 
 def _no_number(name: str) -> Mapping[str, object]:

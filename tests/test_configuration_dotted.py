@@ -47,6 +47,8 @@ TAKEN: list[tuple[list[tuple[str, object]], dict[str, Any]]] = [
     ([("packed-modules-mapping.qkv", '["q", "k"]')], {"packed_modules_mapping": {"qkv": ["q", "k"]}}),
     ([("quantization", "NaN")], {"quantization": "NaN"}),
     ([("lienar", "fp8")], {"lienar": "fp8"}),
+    ([("ignore", "0"), ("components.a.ignored_layers", "1.5")],
+     {"ignore": "0", "components": {"a": {"ignored_layers": "1.5"}}}),
 ]  # fmt: skip
 
 REFUSED: list[tuple[list[tuple[str, object]], str]] = [

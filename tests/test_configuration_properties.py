@@ -153,6 +153,17 @@ def test_the_order_of_keys_never_matters_and_plans_are_deterministic(given_, shu
     assert planned(config) == planned(other) == planned(config.to_dict())
 
 
+@given(VALID, VALID)
+def test_components_keep_their_configurations(first, second):
+    found = (parsed(first), parsed(second))
+    config = parsed({"components": {"layers.0": first, "default": second}})
+    assert (config is None) == (None in found or (found[0].nothing and found[1].nothing))
+    if config is not None:
+        assert QuantizationConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        assert config.of("layers.0.up") == ("layers.0", found[0])
+        assert dataclasses.replace(config.of("layers.1.up")[1], components=()) == found[1]
+
+
 EXAMPLES: list[dict[str, Any]] = [
     {"quantization": "int8"},
     {"quantization": "mxfp4", "moe": None, "ignore": ["layers.0.*"]},
