@@ -209,12 +209,13 @@ class _Fused:
                 for shard in dict.fromkeys(shard for shards in table.get(name, ()) for shard in shards):
                     if (virtual := f"{parent}{shard}{end}") not in real:
                         self._split.setdefault(virtual, []).append((number, shard))
+        wanted = [(name, shards) for name, alternatives in table.items() for shards in alternatives]
         for (parent, end), named in siblings.items():
-            for name, alternatives in table.items():
-                virtual = f"{parent}{name}{end}"
-                for shards in alternatives:
-                    if virtual not in real and named.keys() >= set(shards):
-                        self._joined[virtual] = [named[shard] for shard in shards]
+            if len(named) < 2:
+                continue
+            for name, shards in wanted:
+                if all(shard in named for shard in shards) and (virtual := f"{parent}{name}{end}") not in real:
+                    self._joined[virtual] = [named[shard] for shard in shards]
         self._index = PathIndex([*self._joined, *self._split])
 
     def joined(self, pattern: Pattern) -> list[int]:

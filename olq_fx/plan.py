@@ -10,9 +10,11 @@ API:
         kernel, kernel_reason, reason, warning, bytes_before, bytes_after, trainable, asked
 """
 
+import contextlib
 import dataclasses
+import gc
 import json
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -277,15 +279,31 @@ def plan_for(
         ConfigurationError: the configuration has no meaning.
         PlanError: it does not fit the model.
     """
-    found = candidates_of(model) if candidates is None else candidates
-    return make_plan(
-        QuantizationConfig.parse(config),
-        found,
-        strict=strict,
-        all_paths=ModulePaths(model),
-        parameter_bytes=bytes_of_parameters(model),
-        device=device,
-    )
+    parsed = QuantizationConfig.parse(config)
+    with _no_collections():
+        return make_plan(
+            parsed,
+            candidates_of(model) if candidates is None else candidates,
+            strict=strict,
+            all_paths=ModulePaths(model),
+            parameter_bytes=bytes_of_parameters(model),
+            device=device,
+        )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep the cyclic garbage collector still: a plan makes no cycles, and looking for some takes as long as the plan.
+
+    In a model of 36,000 layers a million objects are looked at each time that the plan has grown by a quarter of that.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def make_plan(

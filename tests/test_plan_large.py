@@ -1,5 +1,6 @@
 """Plans of large models are made on meta, quickly, in little memory, and are short to read; so are many patterns."""
 
+import gc
 import itertools
 import resource
 import sys
@@ -15,7 +16,7 @@ from torch import nn
 
 from olq_fx.candidates import Candidate
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import ConfigurationError
+from olq_fx.errors import ConfigurationError, PlanError
 from olq_fx.matching import Matcher
 from olq_fx.patterns import PathIndex, compile_pattern
 from olq_fx.plan import plan_for
@@ -111,6 +112,19 @@ def test_the_cost_of_a_plan_grows_with_the_model_only():
     assert len(plan.rows) == 4 * (4 + 1 + 3 * 64) + 2
     assert peak < 50 * 2**20
     assert "model.layers.{2,3}.mlp.experts.{0-63}.up_proj.weight" in text
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled):
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        plan_for("fp8", nn.Linear(8, 8))
+        with pytest.raises(PlanError):
+            plan_for({"quantization": "fp8", "ignore": ["typo"]}, nn.ModuleDict({"up": nn.Linear(8, 8)}))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 @pytest.mark.slow
