@@ -20,6 +20,9 @@ from olq_fx.errors import OlqFxWarning
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels import build, reference
 
+NAME = "native_cpu"
+"""What these kernels are called in the registry."""
+
 SWITCH = "OLQ_FX_NATIVE"
 """Setting this environment variable to 0 keeps everything on the reference."""
 
@@ -103,6 +106,11 @@ def why_not() -> str:
     return _LOADER.get().reason
 
 
+def _library(kernel: str) -> ctypes.CDLL | None:
+    """The native kernels, if they are there and no other kernel is asked for."""
+    return _LOADER.get().library if kernel in ("", NAME) else None
+
+
 def quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
     """`reference.quantize` of a CPU tensor (M, K)."""
     library = _LOADER.get().library
@@ -152,9 +160,10 @@ def linear(
     rule: str,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str = "",
 ) -> Tensor:
     """`reference.linear` of CPU tensors: (M, N) in the dtype of `x`."""
-    library = _LOADER.get().library
+    library = _library(kernel)
     if library is None or x.dtype not in _DTYPES or x.dim() != 2 or x.numel() == 0:
         return reference.linear(x, weight, weight_format, activation_format, rule, bias, residual)
     m, k = x.shape
@@ -175,9 +184,10 @@ def quantized_linear(
     dtype: torch.dtype,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str = "",
 ) -> Tensor:
     """`reference.quantized_linear` of CPU tensors: (M, N) of `dtype`."""
-    library = _LOADER.get().library
+    library = _library(kernel)
     if library is None or dtype not in _DTYPES or not x or x[0].numel() == 0:
         return reference.quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)
     reference.refuse_gradient(x[0], bias, residual)

@@ -14,7 +14,7 @@ straight through its quantization: what the product with the dequantized weight 
 compiled inference calls: it has no gradient (an error where one is wanted) and so no call to Python for autograd.
 
 A CPU tensor goes to the native kernels where they can be built (`registry.select` says whether); everything else to
-`reference`, which defines the values.
+`reference`, which defines the values. `kernel` names one of the registry that must run the product; "" is the best.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,9 @@ _SCHEMAS = (
     "quantize(Tensor x, str format, str rule) -> Tensor[]",
     "dequantize(Tensor[] parts, str format, int k, ScalarType dtype) -> Tensor",
     "linear(Tensor x, Tensor[] weight, str weight_format, str activation_format, str rule, Tensor? bias, "
-    "Tensor? residual) -> Tensor",
+    'Tensor? residual, str kernel="") -> Tensor',
     "quantized_linear(Tensor[] x, str activation_format, Tensor[] weight, str weight_format, int k, ScalarType dtype, "
-    "Tensor? bias, Tensor? residual) -> Tensor",
+    'Tensor? bias, Tensor? residual, str kernel="") -> Tensor',
 )
 
 _LIBRARY: Any = torch.library.Library("olq_fx", "DEF")  # type: ignore[no-untyped-call]
@@ -65,10 +65,11 @@ def _decomposed_linear(
     rule: str,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str = "",
 ) -> Any:
     parts = _decomposed_quantize(x, activation_format, rule) if activation_format else [x]
     return torch.ops.olq_fx.quantized_linear.default(
-        parts, activation_format, weight, weight_format, x.shape[1], x.dtype, bias, residual
+        parts, activation_format, weight, weight_format, x.shape[1], x.dtype, bias, residual, kernel
     )
 
 
@@ -92,6 +93,7 @@ def _linear_shape(
     rule: str,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str = "",
 ) -> Tensor:
     if activation_format:
         reference.check_quantize(x, activation_format, rule)
@@ -109,6 +111,7 @@ def _quantized_linear_shape(
     dtype: torch.dtype,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str = "",
 ) -> Tensor:
     m = reference.check_quantized_activation(x, activation_format, k)
     reference.check_operands(m, k, weight, weight_format, bias, residual)
@@ -122,7 +125,7 @@ def _not_differentiable(ctx: Any, *gradients: Any) -> Any:
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, weight_format, _, _, bias, residual = inputs
+    x, weight, weight_format, _, _, bias, residual, _ = inputs
     ctx.save_for_backward(*weight)
     ctx.weight_format, ctx.k, ctx.input_dtype = weight_format, x.shape[1], x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -133,7 +136,9 @@ def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     # Read once: checkpointing computes saved tensors anew when they are asked for, and only once.
     weight = list(ctx.saved_tensors)
     x = _input_gradient(ctx, weight, gradient) if ctx.needs_input_grad[0] else None
-    return x, [None] * len(weight), None, None, None, *_added_gradients(ctx, gradient)
+    # A kernel that was not named is no input.
+    kernel = (None,) * (len(ctx.needs_input_grad) - 7)
+    return x, [None] * len(weight), None, None, None, *_added_gradients(ctx, gradient), *kernel
 
 
 def _input_gradient(ctx: Any, weight: Sequence[Tensor], gradient: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ def linear(
     rule: str,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str = "",
 ) -> Tensor:
     """Quantize `x` (M, K) to `activation_format` ("" leaves it as it is) and multiply by the weight (N, K).
 
@@ -65,6 +66,7 @@ def quantized_linear(
     dtype: torch.dtype,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str = "",
 ) -> Tensor:
     """The product of already quantized activations (M, K) and weight (N, K), as (M, N) of `dtype`.
 

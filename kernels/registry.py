@@ -7,7 +7,7 @@ product runs it; the reference supports everything and is last.
 import dataclasses
 from collections.abc import Callable
 
-from olq_fx.formats import FORMATS
+from olq_fx.formats import get_format
 from olq_fx.kernels import native
 
 
@@ -72,6 +72,19 @@ def select(
     raise AssertionError("the reference supports every product")
 
 
+def refusal(
+    name: str, kind: str, weight_format: str, activation_format: str | None, n: int, k: int, device_type: str
+) -> str:
+    """Why the kernel called `name` cannot run a planned layer; "" if it can. The other arguments are those of `select`.
+
+    Of a weight on meta it is not known where it will run: no kernel is refused for the device.
+    """
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
+    devices = ("cpu", "cuda") if device_type == "meta" else (device_type,)
+    reasons = [kernel.refusal(Product(kind, weight_format, activation_format or "", n, k, one)) for one in devices]
+    return "" if "" in reasons else reasons[0]
+
+
 def _native_cpu(product: Product) -> str:
     if product.device_type != "cpu":
         return f"runs on cpu, not on {product.device_type}"
@@ -81,8 +94,9 @@ def _native_cpu(product: Product) -> str:
 
 
 def _reference(product: Product) -> str:
-    return "" if product.weight_format in FORMATS else f"no format is called {product.weight_format!r}"
+    get_format(product.weight_format)
+    return ""
 
 
-KERNELS = (Kernel("native_cpu", _native_cpu), Kernel("reference", _reference))
+KERNELS = (Kernel(native.NAME, _native_cpu), Kernel("reference", _reference))
 """Every kernel, best first."""

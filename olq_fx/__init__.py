@@ -10,7 +10,8 @@ from olq_fx.configuration import QuantizationConfig
 from olq_fx.dynamo import backend
 from olq_fx.errors import OlqFxError, OlqFxWarning
 from olq_fx.formats import FORMATS
-from olq_fx.plan import Plan
+from olq_fx.plan import Plan, plan_for
+from olq_fx.plan_diff import PlanDiff, diff_plans
 from olq_fx.quantize import dequantize_, quantize_
 from olq_fx.report import Report
 from olq_fx.schemes import SCHEMES
@@ -24,11 +25,14 @@ __all__ = [
     "OlqFxError",
     "OlqFxWarning",
     "Plan",
+    "PlanDiff",
     "QuantizationConfig",
     "QuantizedWeight",
     "Report",
     "__version__",
     "backend",
     "dequantize_",
+    "diff_plans",
+    "plan_for",
     "quantize_",
 ]

@@ -3,6 +3,7 @@
 API:
     candidates_of(model) -> tuple[Candidate, ...]     in the order of the tree, one for each parameter, ties merged
     module_paths(model) -> tuple[str, ...]            every path that a pattern could mean (for messages)
+    ModulePaths(model)                                the same, read when it is asked for
     parameter_bytes(model) -> int                     of all parameters, shared ones once, in original precision
     combine(tree, graph) -> tuple[Candidate, ...]     the tree's candidates, with what a traced graph knows better
 
@@ -11,13 +12,14 @@ other 2-D parameter has an unknown use (`x @ w` and `x @ w.T` cannot be told apa
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from olq_fx.errors import ConfigurationTypeError
-from olq_fx.module_uses import CandidateKind, Use, output_embeddings, places, uses_of
+from olq_fx.module_uses import CandidateKind, Use, distinct_modules, output_embeddings, places, uses_of
 from olq_fx.schemes import Slot
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -115,14 +117,44 @@ def module_paths(model: nn.Module) -> tuple[str, ...]:
     return tuple(path for path in dict.fromkeys(found) if path)
 
 
+class ModulePaths(Collection[str]):
+    """`module_paths` of a model, read when they are asked for: a plan without mistakes does not need them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """The paths of `model`."""
+        self._model = model
+
+    @functools.cached_property
+    def _paths(self) -> tuple[str, ...]:
+        return module_paths(self._model)
+
+    @functools.cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self._paths)
+
+    def __contains__(self, path: object) -> bool:
+        """Whether a module or parameter has this path."""
+        return path in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        """In the order of the tree."""
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._paths)
+
+
 def parameter_bytes(model: nn.Module) -> int:
     """The size of all parameters, shared ones once, a converted one in its original precision."""
     sizes: dict[object, int] = {}
     storages: list[object] = []  # kept alive: their identities are keys
-    for parameter in model.parameters():
-        key, storage = _identity(parameter)
-        storages.append(storage)
-        sizes[key] = 0 if nn.parameter.is_lazy(parameter) else parameter.numel() * parameter.dtype.itemsize
+    for module in distinct_modules(model):
+        for parameter in module._parameters.values():
+            if parameter is not None and not nn.parameter.is_lazy(parameter):
+                key, storage = _identity(parameter)
+                storages.append(storage)
+                sizes[key] = parameter.numel() * parameter.dtype.itemsize
     return sum(sizes.values())
 
 
@@ -172,20 +204,23 @@ def _identity(tensor: Tensor, computed: str = "") -> tuple[object, object]:
     if computed or not plain or nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
         return (id(tensor), computed), tensor
     storage = tensor.untyped_storage()
-    where = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    where = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     return (id(storage), *where), storage
 
 
 def _candidate(uses: list[Use]) -> Candidate:
     """One weight of all its uses in the tree."""
     first = uses[0]
+    if len(uses) == 1:
+        return _unshared(first)
     products = [use for use in uses if use.kind != "embedding"]
     judged = products[0] if products else first
+    names = [use.path for use in uses]
     return Candidate(
-        path=first.path,
+        path=names[0],
         module_path=first.place.path,
-        names=tuple(dict.fromkeys(use.path for use in uses)),
-        module_names=tuple(dict.fromkeys(name for use in uses for name in use.module_names)),
+        names=tuple(dict.fromkeys(names)),
+        module_names=tuple(dict.fromkeys([name for use in uses for name in use.module_names])),
         kind="moe" if any(use.kind == "moe" for use in uses) else judged.kind,
         shape=judged.shape,
         transposed=judged.transposed,
@@ -200,6 +235,28 @@ def _candidate(uses: list[Use]) -> Candidate:
     )
 
 
+def _unshared(use: Use) -> Candidate:
+    """A weight with one use: what `_candidate` makes of it, without looking for a second."""
+    path = use.path
+    return Candidate(
+        path=path,
+        module_path=use.place.path,
+        names=(path,),
+        module_names=use.module_names,
+        kind=use.kind,
+        shape=use.shape,
+        transposed=use.transposed,
+        dtype=use.tensor.dtype,
+        device=use.tensor.device,
+        left_alone=use.left_alone,
+        blocked=use.blocked,
+        use_known=use.known,
+        current=use.current,
+        current_rules=use.current_rules,
+        trainable=use.tensor.requires_grad,
+    )
+
+
 def _left_alone(uses: list[Use], products: list[Use]) -> str:
     """The reason by which a weight is left alone by default; a tie to an embedding is one."""
     embedding = next((use for use in uses if use.kind == "embedding"), None)
@@ -210,6 +267,6 @@ def _left_alone(uses: list[Use], products: list[Use]) -> str:
 
 def _blocked(uses: list[Use], products: list[Use]) -> str:
     """The reason by which a weight cannot be converted."""
-    if len({use.transposed for use in products}) > 1:
+    if len(products) > 1 and len({use.transposed for use in products}) > 1:
         return _TWO_ORIENTATIONS
     return next((use.blocked for use in uses if use.blocked), "")

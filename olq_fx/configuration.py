@@ -2,11 +2,13 @@
 
 API:
     QuantizationConfig.parse(source, **keys)   from any accepted form; extra keys are keys of the same dictionary
-    QuantizationConfig(quantization, linear=..., moe=..., ignore=..., targets=..., include=..., options)
+    QuantizationConfig(quantization, linear=..., moe=..., ignore=..., targets=..., include=..., components=..., options)
     QuantizationConfig.from_dict(d), .to_dict()   round trip: from_dict(to_dict(c)) == c; to_dict is plain JSON
+    .of(path)                    (prefix, configuration) of the component that a path lies in; ("", itself) of the rest
     .slot(kind)                  the Slot for a kind ("linear" | "moe"; an embedding counts as linear), or None
+    .with_blocks(slot)           the same slot in the formats for `weight_block_size`
     .asks_moe                    whether `moe` was asked for itself, not as part of a scheme
-    .nothing                     whether it is `none`: leave everything alone
+    .nothing, .rest_nothing      whether everything, or all but the components, is left alone
     .rules(slot), .weight_rule(format_name), .activation_rule(format_name)    scale rules under the options
 
 Fields hold what was resolved: `quantization` is the canonical name of a scheme or None, `linear` and `moe` are the
@@ -17,7 +19,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from olq_fx import configuration_options as options
 from olq_fx import configuration_sources as sources
+from olq_fx.configuration_components import DEFAULT, components_alone, parse_prefix
 from olq_fx.configuration_values import (
     INHERIT,
     NONE,
@@ -32,20 +36,9 @@ from olq_fx.configuration_values import (
     parse_targets,
     slot_to_dict,
 )
-from olq_fx.errors import ConfigurationError, nearest, shown
-from olq_fx.formats import get_format
+from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest, shown
+from olq_fx.formats import block_formats, get_format
 from olq_fx.schemes import Slot, canonical
-
-LATER: Mapping[str, tuple[object, ...]] = {
-    "components": (),
-    "weight_block_size": (),
-    "num_bf16_fallback_layers": (0,),
-    "fast_accum": (False,),
-    "skip_unprofitable": (False,),
-    "linear_backend": ("auto",),
-    "moe_backend": ("auto",),
-}
-"""Keys of the language that this version does not serve yet, each with the values that ask for nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -64,6 +57,14 @@ class QuantizationConfig:
         four_over_six: nvfp4 weights choose between 6 and 4 as the code of a block's maximum.
         power_of_two_scales: scales of `fp8_per_block_dynamic` are powers of two.
         allow_nonfinite: weights with NaN or Inf are converted instead of refused.
+        weight_block_size: the blocks (N, K) of `fp8_per_block`; its activations have groups of 1 x K.
+        num_bf16_fallback_layers: how many leading blocks of each numbered list of blocks keep original precision; None
+            is 5 for weights in `mxfp4_dualscale` in lists of more than 10 blocks, and 0 for all others.
+        fast_accum: products may accumulate less precisely where a kernel has that; no CPU kernel has.
+        skip_unprofitable: layers that would become larger, or are expected to become slower, are left alone.
+        linear_backend, moe_backend: the kernel that must run the layers of a kind, or `auto`.
+        packed_modules_mapping: fused names and their shards beside those of `fused_layers.FUSED_LAYERS`.
+        components: (path prefix, configuration) pairs, sorted; all else here speaks of what lies in none of them.
     """
 
     quantization: str | None
@@ -77,6 +78,14 @@ class QuantizationConfig:
     four_over_six: bool
     power_of_two_scales: bool
     allow_nonfinite: bool
+    weight_block_size: tuple[int, int]
+    num_bf16_fallback_layers: int | None
+    fast_accum: bool
+    skip_unprofitable: bool
+    linear_backend: str
+    moe_backend: str
+    packed_modules_mapping: tuple[tuple[str, tuple[str, ...]], ...]
+    components: "tuple[tuple[str, QuantizationConfig], ...]"
 
     def __init__(
         self,
@@ -92,6 +101,14 @@ class QuantizationConfig:
         four_over_six: bool = True,
         power_of_two_scales: bool = False,
         allow_nonfinite: bool = False,
+        weight_block_size: Sequence[int] = options.BLOCK_SIZE,
+        num_bf16_fallback_layers: int | None = None,
+        fast_accum: bool = False,
+        skip_unprofitable: bool = False,
+        linear_backend: str = options.AUTO,
+        moe_backend: str = options.AUTO,
+        packed_modules_mapping: "Mapping[str, Sequence[str]] | Sequence[tuple[str, Sequence[str]]] | None" = None,
+        components: "Mapping[str, object] | Sequence[tuple[str, QuantizationConfig]] | None" = None,
     ) -> None:
         """Resolve the keys of a configuration; each takes what the dictionary takes under its name.
 
@@ -116,11 +133,41 @@ class QuantizationConfig:
             "four_over_six": parse_flag("four_over_six", four_over_six),
             "power_of_two_scales": parse_flag("power_of_two_scales", power_of_two_scales),
             "allow_nonfinite": parse_flag("allow_nonfinite", allow_nonfinite),
+            "weight_block_size": options.parse_block_size(weight_block_size),
+            "num_bf16_fallback_layers": options.parse_layer_count("num_bf16_fallback_layers", num_bf16_fallback_layers),
+            "fast_accum": parse_flag("fast_accum", fast_accum),
+            "skip_unprofitable": parse_flag("skip_unprofitable", skip_unprofitable),
+            "linear_backend": options.parse_backend("linear_backend", linear_backend),
+            "moe_backend": options.parse_backend("moe_backend", moe_backend),
+            "packed_modules_mapping": options.parse_fused(packed_modules_mapping),
+            "components": (),
         }
-        for field, value in values.items():
-            object.__setattr__(self, field, value)
+        self._set(values)
+        self._take_components(_parse_components(components))
         if self.nothing and isinstance(quantization, str) and canonical(quantization) != NONE:
             raise ConfigurationError(f"quantization {shown(quantization)}: {_NOTHING_LEFT}")
+
+    def _set(self, values: "Mapping[str, object]") -> None:
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    def _take_components(self, components: "dict[str, QuantizationConfig]") -> None:
+        """Take the configurations of components; that called `default` is what this one says of the rest."""
+        rest = components.pop(DEFAULT, None)
+        given = [key for key, value in self.to_dict().items() if value is not None]
+        if rest is not None:
+            if given:
+                raise ConfigurationError(
+                    f"components: 'default' speaks of all that lies in no component, and so do the keys beside "
+                    f"components: {', '.join(given)}; write them in one of the two"
+                )
+            self._set({name: getattr(rest, name) for name in _FIELDS})
+        elif components and given and self.rest_nothing:
+            raise ConfigurationError(
+                f"the keys beside components speak of what lies in none of them, and that is left alone: "
+                f"{', '.join(given)}; write them in the configuration of a component"
+            )
+        self._set({"components": tuple(sorted(components.items()))})
 
     @classmethod
     def parse(cls, source: object = INHERIT, /, **keys: object) -> "QuantizationConfig":
@@ -169,13 +216,40 @@ class QuantizationConfig:
         for option in OPTIONS:
             value = getattr(self, option)
             if value != OPTIONS[option]:
-                found[option] = dataclasses.asdict(value) if isinstance(value, ScaleRules) else value
+                found[option] = _plain(value)
+        if self.components:
+            found["components"] = {prefix: _component_to_dict(config) for prefix, config in self.components}
         return found
+
+    @property
+    def rest_nothing(self) -> bool:
+        """Whether all that lies in no component is left alone."""
+        return self.linear is None and self.moe is None and not self.targets
 
     @property
     def nothing(self) -> bool:
         """Whether everything is left alone, which is what `none` and None ask for."""
-        return self.linear is None and self.moe is None and not self.targets
+        return self.rest_nothing and all(config.nothing for _, config in self.components)
+
+    def of(self, path: str) -> "tuple[str, QuantizationConfig]":
+        """The component that a module or parameter path lies in, by the longest prefix, and what is asked of it.
+
+        `transformer` is a prefix of `transformer.proj_out` and not of `transformer_2.proj_out`. What lies in no
+        component has the prefix "" and this configuration.
+        """
+        inside = [one for one in self.components if path == one[0] or path.startswith(f"{one[0]}.")]
+        return max(inside, key=lambda one: len(one[0])) if inside else ("", self)
+
+    def with_blocks(self, slot: Slot) -> Slot:
+        """A slot of this configuration in the formats that `weight_block_size` makes of `fp8_per_block`."""
+        if self.weight_block_size == options.BLOCK_SIZE:
+            return slot
+        weight, activation = block_formats(*self.weight_block_size)
+        plain_weight, plain_activation = block_formats(*options.BLOCK_SIZE)
+        return Slot(
+            weight if slot.weight == plain_weight else slot.weight,
+            activation if slot.activation == plain_activation else slot.activation,
+        )
 
     @property
     def asks_moe(self) -> bool:
@@ -221,14 +295,37 @@ OPTIONS: Mapping[str, object] = {
     "four_over_six": True,
     "power_of_two_scales": False,
     "allow_nonfinite": False,
+    "weight_block_size": options.BLOCK_SIZE,
+    "num_bf16_fallback_layers": None,
+    "fast_accum": False,
+    "skip_unprofitable": False,
+    "linear_backend": options.AUTO,
+    "moe_backend": options.AUTO,
+    "packed_modules_mapping": (),
 }
 """The options of `QuantizationConfig` and their defaults."""
 
-_KEYS = (*(field.name for field in dataclasses.fields(QuantizationConfig)), "activation_scheme", *LATER)
+_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationConfig))
+_KEYS = (*_FIELDS, "activation_scheme")
 _NOTHING_LEFT = (
     "leaves nothing to quantize; name a scheme, `linear`, `moe` or `targets` "
     "(and to leave everything alone on purpose, write None or 'none')"
 )
+
+
+def _plain(value: object) -> object:
+    """An option's value as JSON has it."""
+    if isinstance(value, ScaleRules):
+        return dataclasses.asdict(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return {name: list(shards) for name, shards in value}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _component_to_dict(config: QuantizationConfig) -> dict[str, Any] | None:
+    """What stands under the prefix of a component: None for one that is only left alone."""
+    found = config.to_dict()
+    return None if found == {"quantization": None} else found
 
 
 def _source_keys(source: object) -> dict[str, object]:
@@ -242,39 +339,50 @@ def _known_keys(given: Mapping[str, object]) -> dict[str, Any]:
     """The keys that the constructor takes.
 
     Raises:
-        ConfigurationError: a key is unknown, belongs to a later version, or asks for static activations.
+        ConfigurationError: a key is unknown, or asks for static activations.
     """
+    if components_alone(given, [*_KEYS, *sources.KEY_ALIASES, sources.NESTED]):
+        rest = {key: value for key, value in given.items() if key == "quantization"}
+        return {**rest, "components": {key: value for key, value in given.items() if key not in rest}}
     values = dict(given)
     for key in given:
         if key not in _KEYS:
             known = [*_KEYS, *sources.KEY_ALIASES, sources.NESTED]
             close = nearest(key, known)
-            if not close.startswith("did you mean") and not any(name in _KEYS for name in given):
-                close += "; configurations of single components are not available in this version of olq_fx"
+            if not close.startswith("did you mean"):
+                close = f"valid: {', '.join(_KEYS)}; the configuration of a component stands under 'components'"
             raise ConfigurationError(f"unknown key {shown(key)} in the configuration; {close}")
-    for key, harmless in LATER.items():
-        if key in values:
-            _refuse_later(key, values.pop(key), harmless)
     if "activation_scheme" in values:
-        _only_dynamic(values.pop("activation_scheme"))
+        options.parse_dynamic(values.pop("activation_scheme"))
     return values
 
 
-def _refuse_later(key: str, value: object, harmless: Sequence[object]) -> None:
-    """Reject a key of a later version, unless its value asks for what happens anyway."""
-    if any(value == one and type(value) is type(one) for one in harmless):
-        return
-    only = f" (only {harmless[0]!r} is)" if harmless else ""
-    raise ConfigurationError(f"the key {key!r} is not available in this version of olq_fx{only}; got {shown(value)}")
+def _parse_components(value: object) -> dict[str, QuantizationConfig]:
+    """The configurations of components by prefix, those of components within components beside them."""
+    if value is None:
+        return {}
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        value = dict(value)  # the form that the configuration itself has
+    if not isinstance(value, Mapping):
+        raise sources.wrong_type("components is a dictionary of path prefixes", value)
+    found: dict[str, QuantizationConfig] = {}
+    for prefix, asked in value.items():
+        own = parse_prefix(prefix)
+        config = _component(own, asked)
+        within = {own: dataclasses.replace(config, components=())} if config.components else {own: config}
+        for inner, part in config.components:
+            within[inner if own == DEFAULT else f"{own}.{inner}"] = part
+        for path, part in within.items():
+            if path in found:
+                raise ConfigurationError(f"components: {path!r} is given twice, once of them within another component")
+            found[path] = part
+    return found
 
 
-def _only_dynamic(value: object) -> None:
-    if not isinstance(value, str):
-        raise sources.wrong_type("activation_scheme is a string", value)
-    if canonical(value) == "static":
-        raise ConfigurationError(
-            "activation_scheme 'static': there is no calibration here, activations are quantized dynamically; "
-            "for static scales load a checkpoint that is already quantized"
-        )
-    if canonical(value) != "dynamic":
-        raise ConfigurationError(f"unknown activation_scheme {shown(value)}; valid: dynamic")
+def _component(prefix: str, asked: object) -> QuantizationConfig:
+    try:
+        return QuantizationConfig.parse(asked)
+    except (ConfigurationError, ConfigurationTypeError) as error:
+        raise type(error)(f"components[{prefix!r}]: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"components[{prefix!r}]: components within components without an end") from None

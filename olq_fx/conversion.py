@@ -38,6 +38,7 @@ def weight_spec(row: PlanRow) -> WeightSpec:
         weight_rule=row.weight_rule,
         activation_rule=row.activation_rule,
         transposed=row.transposed,
+        kernel=row.requested_kernel,
     )
 
 
@@ -47,7 +48,7 @@ def preflight(model: nn.Module, rows: Iterable[PlanRow], *, allow_nonfinite: boo
     Args:
         model: what the paths of the rows are relative to.
         rows: of a plan; only those with the decision "quantize" are looked at.
-        allow_nonfinite: do not look for NaN and Inf.
+        allow_nonfinite: do not look for NaN and Inf, also where the row does not allow them.
 
     Raises:
         ConversionError: one or more weights cannot be converted; the message names each with its reason.
@@ -57,7 +58,7 @@ def preflight(model: nn.Module, rows: Iterable[PlanRow], *, allow_nonfinite: boo
     problems = []
     for row in planned:
         reason = _obstacle(model, row) or shared.get(row.path, "")
-        if not reason and not allow_nonfinite:
+        if not reason and not (allow_nonfinite or row.allow_nonfinite):
             reason = _nonfinite(_parameter(model, row.path))
         if reason:
             problems.append(f"{row.path}: {reason}")

@@ -167,14 +167,51 @@ _ALL = (
 FORMATS: MappingProxyType[str, Format] = MappingProxyType({f.name: f for f in _ALL})
 """Every format by its name."""
 
+BLOCK_ROWS = (32, 64, 128, 256)
+BLOCK_COLUMNS = (32, 64, 128)
+"""The extents that a block of `fp8_per_block_static` may have along N and along K (`weight_block_size`)."""
+
+_DEFAULT_BLOCK = (128, 128)
+
+
+def block_formats(rows: int, columns: int) -> tuple[str, str]:
+    """The names of the weight and of the activation format for blocks of (rows, columns).
+
+    >>> block_formats(128, 128), block_formats(64, 32)
+    (('fp8_per_block_static', 'fp8_per_block_dynamic'), ('fp8_per_block_static_64x32', 'fp8_per_block_dynamic_1x32'))
+    """
+    weight = "" if (rows, columns) == _DEFAULT_BLOCK else f"_{rows}x{columns}"
+    activation = "" if columns == _DEFAULT_BLOCK[1] else f"_1x{columns}"
+    return f"fp8_per_block_static{weight}", f"fp8_per_block_dynamic{activation}"
+
+
+def _other_blocks() -> dict[str, Format]:
+    """The formats of `fp8_per_block` with other blocks: reached by an option, so they are no names of `FORMATS`."""
+    found: dict[str, Format] = {}
+    for rows in BLOCK_ROWS:
+        for columns in BLOCK_COLUMNS:
+            weight, activation = block_formats(rows, columns)
+            static = dataclasses.replace(
+                FORMATS["fp8_per_block_static"], name=weight, group=(rows, columns), default_activation=activation
+            )
+            dynamic = dataclasses.replace(FORMATS["fp8_per_block_dynamic"], name=activation, group=(1, columns))
+            found |= {weight: static, activation: dynamic}
+    return {name: format for name, format in found.items() if name not in FORMATS}
+
+
+_OTHER_BLOCKS = _other_blocks()
+
 
 def get_format(name: str) -> Format:
-    """The format called `name`, in which case does not matter and `-` equals `_`.
+    """The format called `name`, in which case does not matter and `-` equals `_`; those of other blocks too.
 
     Raises:
         ConfigurationError: no format has that name; the message offers the nearest ones.
     """
-    found = FORMATS.get(name.lower().replace("-", "_"))
+    found = FORMATS.get(name) or _OTHER_BLOCKS.get(name)
+    if found is None:
+        spelled = name.lower().replace("-", "_")
+        found = FORMATS.get(spelled) or _OTHER_BLOCKS.get(spelled)
     if found is None:
         raise ConfigurationError(f"unknown format {name!r}; {nearest(name, FORMATS)}")
     return found

@@ -199,6 +199,7 @@ def _planned(position: Position, spec: WeightSpec) -> PlannedWeight:
         activation=spec.activation,
         activation_rule=spec.activation_rule,
         transposed=spec.transposed,
+        kernel=spec.kernel,
     )
 
 

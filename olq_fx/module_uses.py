@@ -26,6 +26,7 @@ COMPUTED = "its weight is computed by {how}, not stored; remove the parametrizat
 _ATTENTION_WEIGHTS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
 _QUANTIZERS = frozenset({"torchao", "bitsandbytes", "optimum", "quanto", "compressed_tensors"})
+_DECLARES_OUTPUT = "get_output_embeddings"
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
@@ -93,11 +94,26 @@ def places(model: nn.Module) -> Iterator[Place]:
         pending.extend(place.below(name, child) for name, child in reversed(children) if not place.within(child))
 
 
+def distinct_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, without its name (which `nn.Module.modules` makes for each)."""
+    seen = {id(model)}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                pending.append(child)
+
+
 def output_embeddings(model: nn.Module) -> frozenset[int]:
     """Identities of what `get_output_embeddings()` returns, of the model and of the models inside it."""
     found = set()
-    for module in model.modules():
-        declared = getattr(module, "get_output_embeddings", None)
+    for module in distinct_modules(model):
+        # The class is asked first: nn.Module takes long to say that a name is none of its attributes.
+        known = hasattr(type(module), _DECLARES_OUTPUT) or _DECLARES_OUTPUT in module.__dict__
+        declared = getattr(module, _DECLARES_OUTPUT) if known else None
         if callable(declared):
             try:
                 found.add(id(declared()))
@@ -109,6 +125,8 @@ def output_embeddings(model: nn.Module) -> frozenset[int]:
 def uses_of(place: Place, outputs: Container[int]) -> Iterator[Use]:
     """The weights among the parameters of one module (not those of its children), with their uses."""
     module = place.module
+    if not module._parameters and "parametrizations" not in module._modules:
+        return
     computed = _computed(module)
     for weight, (how, source, _) in computed.items():
         use = _use(place, weight, source, outputs)
@@ -225,7 +243,7 @@ def _computed(module: nn.Module) -> dict[str, tuple[str, Tensor, tuple[str, ...]
             if originals:
                 found[name] = ("a parametrization", max(originals, key=Tensor.numel), ())
     for leaf, tensor in module._parameters.items():
-        if not leaf.endswith(("_v", "_orig")):
+        if leaf == "weight" or not leaf.endswith(("_v", "_orig")):
             continue
         base = leaf[:-2] if leaf.endswith("_v") else leaf.removesuffix("_orig")
         if tensor is None or base in module._parameters:
@@ -239,14 +257,14 @@ def _computed(module: nn.Module) -> dict[str, tuple[str, Tensor, tuple[str, ...]
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' Conv1D (GPT-2): a linear layer that stores (K, N)."""
-    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
+    return hasattr(module, "nf") and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
 def _logical_shape(tensor: Tensor, transposed: bool) -> tuple[int, ...]:
     """(N, K) of a matrix stored either way; the stored shape of anything else."""
     if nn.parameter.is_lazy(tensor):
         return (0, 0)
-    shape = tuple(int(extent) for extent in tensor.shape)
+    shape = tuple(tensor.shape)
     return shape[::-1] if len(shape) == 2 and (transposed or _stored_transposed(tensor)) else shape
 
 

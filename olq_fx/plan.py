@@ -5,32 +5,34 @@ API:
     make_plan(config, candidates, strict=True, all_paths=(), parameter_bytes=None) -> Plan
     Plan.rows, .lookup(path), .quantized, .problems, .bytes_before, .bytes_after, .share,
         .share_of_parameters, .to_dict(), .to_json(), str(plan)
+    table_of_rows(rows, statuses, folded=True) -> str     as a plan and a report print them
     PlanRow: path, module_path, names, kind, shape, dtype, decision, slot, weight_rule, activation_rule, transposed,
         kernel, kernel_reason, reason, warning, bytes_before, bytes_after, trainable, asked
 """
 
+import contextlib
 import dataclasses
+import gc
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from olq_fx.candidates import Candidate, candidates_of, module_paths
+from olq_fx.candidates import Candidate, ModulePaths, candidates_of
 from olq_fx.candidates import parameter_bytes as bytes_of_parameters
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import PlanError, nearest
-from olq_fx.formats import FORMATS
-from olq_fx.kernels import registry
+from olq_fx.folding import NUMBER, fold
 from olq_fx.module_uses import CandidateKind
-from olq_fx.numerics import quantized_bytes
 from olq_fx.schemes import Slot
 from olq_fx.selection import Decision, Verdict, select
 from olq_fx.tables import size_of, table_of
 
 COLUMNS: Mapping[str, Literal["left", "right"]] = {
     "weight": "left",
+    "count": "right",
     "kind": "left",
     "shape": "left",
     "dtype": "left",
@@ -65,6 +67,8 @@ class PlanRow:
         bytes_after: its size as this row has it.
         trainable: whether it required a gradient; a converted weight is frozen.
         asked: whether the configuration asks for it to be quantized.
+        allow_nonfinite: whether it is converted even if it has NaN or Inf.
+        requested_kernel: the kernel that the configuration asks for, or "".
     """
 
     path: str
@@ -86,6 +90,8 @@ class PlanRow:
     bytes_after: int
     trainable: bool
     asked: bool
+    allow_nonfinite: bool = False
+    requested_kernel: str = ""
 
     @property
     def formats(self) -> str:
@@ -101,13 +107,48 @@ class PlanRow:
 
     def cells(self, status: str) -> tuple[str, ...]:
         """The row for people, as `COLUMNS` has them; `status` is what to say of it."""
+        return _cells(self.path, [self], status)
+
+    @property
+    def why(self) -> str:
+        """Everything that is to be said of the row in words."""
         ties = f"also {', '.join(self.names[1:])}" if self.names[1:] else ""
-        after = "" if self.slot is None else f" -> {size_of(self.bytes_after)}"
-        why = "; ".join(part for part in (self.reason, self.warning, self.kernel_reason, ties) if part)
-        shape = " x ".join(map(str, self.shape))
-        dtype = str(self.dtype).removeprefix("torch.")
-        size = size_of(self.bytes_before) + after
-        return (self.path, self.kind, shape, dtype, status, self.formats, self.kernel, size, why)
+        return "; ".join(part for part in (self.reason, self.warning, self.kernel_reason, ties) if part)
+
+
+def table_of_rows(rows: Sequence[PlanRow], statuses: Sequence[str], *, folded: bool = True) -> str:
+    """A table of rows with what to say of each, as text.
+
+    Args:
+        rows: of a plan.
+        statuses: what to say of each.
+        folded: whether equal layers of repeated blocks are one row with a count, and the bytes of all.
+    """
+    keys: list[Hashable] = list(range(len(rows)))
+    if folded:
+        keys = [_likeness(row, status) for row, status in zip(rows, statuses, strict=True)]
+    found = fold([row.path for row in rows], keys)
+    return table_of(
+        COLUMNS, [_cells(one.text, [rows[i] for i in one.members], statuses[one.members[0]]) for one in found]
+    )
+
+
+def _likeness(row: PlanRow, status: str) -> Hashable:
+    """What equal layers have in common. Their ties differ in the numbers of paths, as they do themselves."""
+    why = NUMBER.sub("N", row.why) if row.names[1:] else row.why
+    return row.kind, row.shape, row.dtype, status, row.slot, row.kernel, why, row.bytes_after
+
+
+def _cells(text: str, rows: Sequence[PlanRow], status: str) -> tuple[str, ...]:
+    """Rows that are equal but for their paths, for people, as `COLUMNS` has them."""
+    row = rows[0]
+    size = size_of(sum(one.bytes_before for one in rows))
+    if row.slot is not None:
+        size += f" -> {size_of(sum(one.bytes_after for one in rows))}"
+    shape = " x ".join(map(str, row.shape))
+    dtype = str(row.dtype).removeprefix("torch.")
+    count = str(len(rows)) if rows[1:] else ""
+    return (text, count, row.kind, shape, dtype, status, row.formats, row.kernel, size, row.why)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,13 +230,17 @@ class Plan:
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
-        """A table, one line a weight, and the totals."""
-        table = table_of(COLUMNS, [row.cells(row.decision) for row in self.rows])
+        """A table, equal layers of repeated blocks in one line, and the totals."""
+        return self.text()
+
+    def text(self, *, folded: bool = True) -> str:
+        """The table and the totals; with `folded` false one line a weight."""
+        table = table_of_rows(self.rows, [row.decision for row in self.rows], folded=folded)
         count = f"{len(self.quantized)} of {len(self.rows)} weights to be quantized or quantized before"
         return "\n".join([table, f"{count}: {self.share:.1%} of their bytes", *self.summary()])
 
     def summary(self) -> list[str]:
-        """Lines on the whole: sizes, experts that stay in original precision, what `strict=False` let pass."""
+        """Lines on the whole: sizes, experts that stay in original precision, losses, what `strict=False` let pass."""
         sizes = f"{size_of(self.bytes_before)} -> {size_of(self.bytes_after)}"
         lines = [
             f"size of these weights: {sizes}; of all parameters in original precision: {size_of(self.parameter_bytes)}"
@@ -204,11 +249,22 @@ class Plan:
         if experts:
             share = experts / max(self.parameter_bytes, 1)
             lines.append(f"experts in original precision: {size_of(experts)}, {share:.1%} of all parameters")
+        losses = [row.path for row in self.rows if row.decision == "quantize" and row.warning]
+        if losses:
+            lines.append(
+                f"warning: {len(losses)} weights are expected to be larger or slower than before, {losses[0]} among "
+                "them; skip_unprofitable leaves them alone"
+            )
         return lines + [f"warning: {problem}" for problem in self.problems]
 
 
 def plan_for(
-    config: object, model: nn.Module, *, strict: bool = True, candidates: Sequence[Candidate] | None = None
+    config: object,
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    candidates: Sequence[Candidate] | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """The plan of a model.
 
@@ -217,19 +273,37 @@ def plan_for(
         model: only shapes and types are read, so it may be on meta.
         strict: whether a pattern or request without effect is an error; otherwise it is a warning.
         candidates: instead of those of the module tree, e.g. combined with what a traced graph shows.
+        device: where the model will run, which kernels and expected losses depend on; by default where each weight is.
 
     Raises:
         ConfigurationError: the configuration has no meaning.
         PlanError: it does not fit the model.
     """
-    found = candidates_of(model) if candidates is None else candidates
-    return make_plan(
-        QuantizationConfig.parse(config),
-        found,
-        strict=strict,
-        all_paths=module_paths(model),
-        parameter_bytes=bytes_of_parameters(model),
-    )
+    parsed = QuantizationConfig.parse(config)
+    with _no_collections():
+        return make_plan(
+            parsed,
+            candidates_of(model) if candidates is None else candidates,
+            strict=strict,
+            all_paths=ModulePaths(model),
+            parameter_bytes=bytes_of_parameters(model),
+            device=device,
+        )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep the cyclic garbage collector still: a plan makes no cycles, and looking for some takes as long as the plan.
+
+    In a model of 36,000 layers a million objects are looked at each time that the plan has grown by a quarter of that.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def make_plan(
@@ -239,20 +313,20 @@ def make_plan(
     strict: bool = True,
     all_paths: Collection[str] = (),
     parameter_bytes: int | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """The plan of a set of candidates: see `plan_for` and `selection.select`."""
-    selection = select(config, candidates, strict=strict, all_paths=all_paths)
-    rows = tuple(_row(config, c, verdict) for c, verdict in zip(candidates, selection.verdicts, strict=True))
+    kind = None if device is None else torch.device(device).type
+    selection = select(config, candidates, strict=strict, all_paths=all_paths, device=kind)
+    rows = tuple(map(_row, candidates, selection.verdicts))
     total = sum(row.bytes_before for row in rows) if parameter_bytes is None else parameter_bytes
     return Plan(config, rows, total, selection.problems)
 
 
-def _row(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> PlanRow:
+def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:
     """The row of a candidate of which the verdict is known."""
-    slot = verdict.slot
+    slot, config, forecast = verdict.slot, verdict.config, verdict.forecast
     before = candidate.bytes
-    after = before if slot is None else quantized_bytes(FORMATS[slot.weight], candidate.shape[0], candidate.shape[1])
-    kernel, kernel_reason = _kernel(candidate, slot)
     weight_rule, activation_rule = candidate.current_rules or (("", "") if slot is None else config.rules(slot))
     return PlanRow(
         path=candidate.path,
@@ -266,30 +340,20 @@ def _row(config: QuantizationConfig, candidate: Candidate, verdict: Verdict) -> 
         weight_rule=weight_rule,
         activation_rule=activation_rule,
         transposed=candidate.transposed,
-        kernel=kernel,
-        kernel_reason=kernel_reason,
+        kernel="" if forecast is None else forecast.kernel,
+        kernel_reason="" if forecast is None else forecast.kernel_reason,
         reason=verdict.reason,
-        warning=_warning(candidate, verdict, before, after),
+        warning=_warning(candidate, verdict),
         bytes_before=before,
-        bytes_after=after,
+        bytes_after=before if forecast is None else forecast.bytes_after,
         trainable=candidate.trainable,
         asked=verdict.asked,
+        allow_nonfinite=config.allow_nonfinite,
+        requested_kernel="" if forecast is None else forecast.requested,
     )
 
 
-def _kernel(candidate: Candidate, slot: Slot | None) -> tuple[str, str]:
-    """The predicted kernel and why it is no better one. An expert that is a layer of its own is a linear layer here."""
-    if slot is None:
-        return "", ""
-    kind = "embedding" if candidate.kind == "embedding" else "linear"
-    n, k = candidate.shape
-    choice = registry.select(kind, slot.weight, slot.activation, n, k, candidate.device.type)
-    return choice.name, choice.reason
-
-
-def _warning(candidate: Candidate, verdict: Verdict, before: int, after: int) -> str:
+def _warning(candidate: Candidate, verdict: Verdict) -> str:
     if candidate.kind == "moe" and verdict.decision == "leave" and verdict.asked:
-        return f"{before} bytes of experts stay in original precision"
-    if verdict.decision == "quantize" and after > before:
-        return f"takes more bytes than before ({after} instead of {before})"
-    return ""
+        return f"{candidate.bytes} bytes of experts stay in original precision"
+    return verdict.forecast.loss if verdict.decision == "quantize" and verdict.forecast is not None else ""

@@ -50,10 +50,10 @@ def quantize_(
     parsed = QuantizationConfig.parse(config, **keys)
     root = _original_module(model)
     candidates = None if example_inputs is None else _traced(root, example_inputs)
-    plan = plan_for(parsed, root, strict=strict, candidates=candidates)
-    report = Report(plan)
-    conversion.preflight(root, plan.rows, allow_nonfinite=parsed.allow_nonfinite)
     target = None if device is None else torch.device(device)
+    plan = plan_for(parsed, root, strict=strict, candidates=candidates, device=target)
+    report = Report(plan)
+    conversion.preflight(root, plan.rows)
     conversion.execute(root, plan, report, device=target, progress=progress)
     return report
 

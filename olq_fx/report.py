@@ -10,7 +10,7 @@ API:
     .refusals, .notes
     .share, .share_of_parameters                 of the bytes, in original precision, that are quantized by now
     .check()                                     raises PlanError for what strict=False let pass, or for pending weights
-    .to_dict(), .to_json(), str(report)
+    .to_dict(), .to_json(), str(report), .text(folded=False)
 """
 
 import dataclasses
@@ -20,8 +20,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from olq_fx.errors import PlanError
-from olq_fx.plan import COLUMNS, Plan, PlanRow
-from olq_fx.tables import table_of
+from olq_fx.plan import Plan, PlanRow, table_of_rows
 
 Status = Literal["converted", "pending", "left alone", "already"]
 STATUSES: tuple[Status, ...] = ("converted", "pending", "left alone", "already")
@@ -151,11 +150,19 @@ class Report:
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
-        """A table of all weights with their status, the totals, then what was refused and noted."""
+        """The table and the totals, repeated blocks folded."""
+        return self.text()
+
+    def text(self, *, folded: bool = True) -> str:
+        """A table of all weights with their status, the totals, then what was refused and noted.
+
+        Args:
+            folded: whether equal layers of repeated blocks are one line.
+        """
         counts = Counter(self._statuses.values())
         done = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
         lines = [
-            table_of(COLUMNS, [row.cells(self._statuses[row.path]) for row in self.plan.rows]),
+            table_of_rows(self.plan.rows, [self._statuses[row.path] for row in self.plan.rows], folded=folded),
             f"{done or 'no weights'}; quantized by now: {self.share:.1%} of the bytes of these weights, "
             f"{self.share_of_parameters:.1%} of all parameters",
         ]

@@ -4,6 +4,7 @@ import dataclasses
 from types import MappingProxyType
 
 from olq_fx.errors import ConfigurationError, nearest
+from olq_fx.formats import FORMATS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,3 +74,36 @@ def get_scheme(name: str) -> Scheme:
     if found is None:
         raise ConfigurationError(f"unknown scheme {name!r}; {nearest(name, [*SCHEMES, *ALIASES])}")
     return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A weight format beside an activation format.
+
+    Attributes:
+        slot: the two; an activation of None keeps activations in original precision.
+        default: whether the weight format alone means this pair.
+        schemes: the schemes that mean it.
+    """
+
+    slot: Slot
+    default: bool
+    schemes: tuple[str, ...]
+
+
+def pairs() -> tuple[Pair, ...]:
+    """Every weight format with every activation format and without one, in the order of `FORMATS`.
+
+    All of them have a reference and work in both routes, so a configuration that names one is never refused for it.
+    """
+    activations = [None, *(name for name, format in FORMATS.items() if format.activation)]
+    return tuple(
+        Pair(
+            slot=Slot(weight, activation),
+            default=activation is not None and FORMATS[weight].default_activation == activation,
+            schemes=tuple(s.name for s in SCHEMES.values() if Slot(weight, activation) in (s.linear, s.moe)),
+        )
+        for weight, format in FORMATS.items()
+        if format.weight
+        for activation in activations
+    )

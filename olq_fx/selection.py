@@ -1,30 +1,34 @@
 """Which layers a configuration speaks of, and what it says of each; contradictions are refused.
 
 API:
-    select(config, candidates, strict=True, all_paths=()) -> Selection(verdicts, problems)
+    select(config, candidates, strict=True, all_paths=(), device=None) -> Selection(verdicts, problems)
 
 Everything a user can have meant wrongly is found here: a pattern without a match, a container's path, a layer claimed
 twice, a request that quantizes nothing. With `strict` those are errors; without it, what may be harmless is a warning.
+
+The layers of each component are judged by its own configuration; a layer with names in two of them must mean the same
+in both.
 """
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
 
 from olq_fx.candidates import DTYPES, Candidate
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import ConversionError, OlqFxWarning, PlanError
-from olq_fx.left_alone import COMPILED
-from olq_fx.patterns import PathIndex, Pattern, compile_pattern
+from olq_fx.errors import ConversionError, OlqFxWarning, PlanError, nearest
+from olq_fx.forecast import Forecast, Forecaster
+from olq_fx.fused_layers import fused_table
+from olq_fx.leading_blocks import LISTS, Block, block_of, kept, may_keep
+from olq_fx.matching import SHOWN, Matcher, Matches, unmarked
+from olq_fx.patterns import Pattern
 from olq_fx.schemes import Slot
 
 Decision = Literal["quantize", "leave", "already"]
-
-_SHOWN = 5
-"""How many layers or problems an error message lists."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,12 +40,16 @@ class Verdict:
         slot: the formats, of a layer that is or will be quantized.
         reason: why it is left, or kept; "" for a layer that will be quantized.
         asked: whether the configuration asks for it (an `already` layer may also be just left as it is).
+        config: the configuration that decided: that of its component.
+        forecast: what is expected of it in these formats; None for a layer that is left.
     """
 
     decision: Decision
     slot: Slot | None
     reason: str
     asked: bool
+    config: QuantizationConfig
+    forecast: Forecast | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +66,7 @@ def select(
     *,
     strict: bool = True,
     all_paths: Collection[str] = (),
+    device: str | None = None,
 ) -> Selection:
     """A verdict for each candidate.
 
@@ -66,113 +75,130 @@ def select(
         candidates: the weights that it may speak of.
         strict: whether a pattern or request without effect is an error; otherwise it is an `OlqFxWarning`.
         all_paths: all module and parameter paths, to tell a norm's name from one that does not exist.
+        device: the type of the device where the model will run; by default where each weight is.
 
     Raises:
         PlanError: a layer is claimed twice, a container is named, a layer that cannot be quantized is asked for by its
-            name, other formats are asked for a converted layer, nothing at all would be quantized; with `strict`, also
-            a pattern or request without effect.
+            name, other formats are asked for a converted layer, a kernel is asked for that cannot run a layer, nothing
+            at all would be quantized; with `strict`, also a pattern or request without effect.
         ConversionError: a weight to be quantized has a dtype that cannot be.
     """
-    matcher = _Matcher(candidates, all_paths)
+    forecaster = Forecaster(device)
+    verdicts: list[Verdict | None] = [None] * len(candidates)
+    problems: list[str] = []
+    groups = _groups(config, candidates)
+    for prefix, numbers in groups.items():
+        own = config if not prefix else dict(config.components)[prefix]
+        group = [candidates[number] for number in numbers]
+        owner = functools.partial(_other_component, config, prefix)
+        matcher = Matcher(group, prefix, all_paths, fused_table(own.packed_modules_mapping), owner)
+        found, unfit = _select(own, group, matcher, forecaster)
+        where = f"components[{prefix!r}]: " if prefix else ""
+        problems += [where + problem for problem in unfit]
+        for number, verdict in zip(numbers, found, strict=True):
+            verdicts[number] = verdict
+    problems += _empty_components(config, groups, candidates, verdicts, all_paths)
+    judged = tuple(verdict for verdict in verdicts if verdict is not None)
+    if problems and strict:
+        raise PlanError(_listed(problems))
+    _refuse_nothing(config, candidates, judged)
+    for problem in problems:
+        warnings.warn(problem, OlqFxWarning, stacklevel=3)
+    return Selection(judged, tuple(problems))
+
+
+def _select(
+    config: QuantizationConfig, candidates: Sequence[Candidate], matcher: Matcher, forecaster: Forecaster
+) -> tuple[list[Verdict], list[str]]:
+    """The verdicts on the layers of one component, or of what lies in none, and the problems."""
     ignored = matcher.match("ignore", config.ignore)
     included = matcher.match("include", config.include)
     targeted = matcher.match("targets", [pattern for pattern, _ in config.targets])
-    judge = _Judge(config, ignored, included, targeted)
-    verdicts = tuple(judge.verdict(number, candidate) for number, candidate in enumerate(candidates))
+    judge = _Judge(config, candidates, ignored, included, targeted, forecaster)
+    verdicts = [judge.verdict(number, candidate) for number, candidate in enumerate(candidates)]
     judge.refuse_impossible()
-    problems = [*matcher.unmatched, *judge.without_effect(candidates, verdicts)]
-    if problems and strict:
-        raise PlanError(_listed(problems))
-    _refuse_nothing(config, candidates, verdicts)
-    for problem in problems:
-        warnings.warn(problem, OlqFxWarning, stacklevel=3)
-    return Selection(verdicts, tuple(problems))
+    return verdicts, [*matcher.unmatched, *judge.without_effect(candidates, verdicts)]
 
 
-class _Matches:
-    """Which patterns of one key match which candidates."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.of_pattern: dict[str, list[int]] = {}
-        self._of_candidate: dict[int, list[Pattern]] = {}
-
-    def add(self, pattern: Pattern, numbers: Iterable[int]) -> None:
-        found = sorted(set(numbers))
-        self.of_pattern[pattern.text] = found
-        for number in found:
-            self._of_candidate.setdefault(number, []).append(pattern)
-
-    def of(self, number: int) -> list[Pattern]:
-        return self._of_candidate.get(number, [])
+def _other_component(config: QuantizationConfig, prefix: str, path: str) -> str:
+    """The component that a path lies in, if it is not the one with this prefix."""
+    found, _ = config.of(unmarked(path))
+    return "" if found == prefix else found
 
 
-class _Matcher:
-    """The paths of all candidates, and the patterns that match none of them."""
+def _groups(config: QuantizationConfig, candidates: Sequence[Candidate]) -> dict[str, list[int]]:
+    """The numbers of the candidates in each component; "" is what lies in none."""
+    groups: dict[str, list[int]] = {"": []}
+    if not config.components:
+        groups[""] = list(range(len(candidates)))
+        return groups
+    for number, candidate in enumerate(candidates):
+        owners = {name: config.of(unmarked(name)) for name in candidate.names}
+        first = owners[candidate.path] if candidate.path in owners else config.of(unmarked(candidate.path))
+        for name, (prefix, own) in owners.items():
+            if own != first[1]:
+                raise PlanError(
+                    f"{candidate.path} and {name} are one weight, in the components {first[0] or 'default'!r} and "
+                    f"{prefix or 'default'!r}, which ask for different things"
+                )
+        groups.setdefault(first[0], []).append(number)
+    return groups
 
-    def __init__(self, candidates: Sequence[Candidate], all_paths: Collection[str]) -> None:
-        self._candidates = candidates
-        self._all_paths = frozenset(all_paths)
-        self._numbers: dict[str, list[int]] = {}
-        for number, candidate in enumerate(candidates):
-            for path in _spoken(candidate):
-                self._numbers.setdefault(path, []).append(number)
-        self._index = PathIndex(self._numbers)
-        self.unmatched: list[str] = []
 
-    def match(self, key: str, patterns: Iterable[str]) -> _Matches:
-        """The candidates that each pattern of a key matches; those that match none become `unmatched`."""
-        matches = _Matches(key)
-        for text in patterns:
-            pattern = compile_pattern(text)
-            numbers = [number for path in self._index.find(pattern) for number in self._numbers[path]]
-            if pattern.form == "exact":
-                self._refuse_container(key, text, numbers)
-                if key == "include" and not numbers:
-                    numbers = self._by_name(text)
-            if not numbers:
-                self.unmatched.append(self._why_unmatched(key, pattern))
-            matches.add(pattern, numbers)
-        return matches
+def _empty_components(
+    config: QuantizationConfig,
+    groups: dict[str, list[int]],
+    candidates: Sequence[Candidate],
+    verdicts: Sequence[Verdict | None],
+    all_paths: Collection[str],
+) -> list[str]:
+    """What to say of prefixes that name no part of the model, and of components in which nothing is quantized."""
+    problems: list[str] = []
+    if not config.components:
+        return problems
+    served = {
+        config.of(unmarked(name))[0]
+        for candidate, verdict in zip(candidates, verdicts, strict=True)
+        if _served(verdict)
+        for name in candidate.names
+    }
+    known = {prefix for c in candidates for name in c.names for prefix in _prefixes(unmarked(name))}
+    for prefix, own in config.components:
+        if prefix not in known and prefix not in all_paths:
+            problems.append(f"components: {prefix!r} is no part of the model; {nearest(prefix, known)}")
+        elif not own.nothing and prefix not in served:
+            reasons = dict.fromkeys(v.reason for n in groups.get(prefix, ()) if (v := verdicts[n]) is not None)
+            why = "; ".join(list(reasons)[:SHOWN]) or "no linear, expert or embedding weight lies in it alone"
+            problems.append(f"components: nothing would be quantized in {prefix!r}; {why}")
+    return problems
 
-    def _by_name(self, name: str) -> list[int]:
-        """The layers left alone by default whose own name it is: `include: [embed_tokens]`."""
-        return [
-            number
-            for number, candidate in enumerate(self._candidates)
-            if candidate.left_alone and any(path.rpartition(".")[2] == name for path in _spoken(candidate))
-        ]
 
-    def _refuse_container(self, key: str, path: str, numbers: Collection[int]) -> None:
-        """An exact path must not name a module with layers inside that the pattern would not mean."""
-        inside = [p for p in self._index.below(path) if not set(self._numbers[p]) <= set(numbers)]
-        if not inside:
-            return
-        beside = f" beside weights of its own ({self._candidates[next(iter(numbers))].path})" if numbers else ""
-        raise PlanError(
-            f"{key}: {path!r} is a container with {inside[0]!r} and others inside{beside}; "
-            f"write {path + '.*'!r} for all that is in it"
-        )
-
-    def _why_unmatched(self, key: str, pattern: Pattern) -> str:
-        if pattern.form == "exact" and pattern.text in self._all_paths:
-            return (
-                f"{key}: {pattern.text!r} is no linear, expert or embedding weight, and nothing else is "
-                "ever quantized; drop it"
-            )
-        shown = self._index.nearest(pattern) if len(self.unmatched) < _SHOWN else ""
-        return f"{key}: the pattern {pattern.text!r} matches nothing; {shown}"
+def _prefixes(path: str) -> list[str]:
+    """The paths of the modules around a parameter."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 class _Judge:
     """Says what becomes of each candidate, and remembers what the requests led to."""
 
-    def __init__(self, config: QuantizationConfig, ignored: _Matches, included: _Matches, targeted: _Matches) -> None:
+    def __init__(
+        self,
+        config: QuantizationConfig,
+        candidates: Sequence[Candidate],
+        ignored: Matches,
+        included: Matches,
+        targeted: Matches,
+        forecaster: Forecaster,
+    ) -> None:
         self._config = config
+        self._candidates = candidates
         self._targets = dict(config.targets)
         self._ignored, self._included, self._targeted = ignored, included, targeted
+        self._forecaster = forecaster
         self._other_formats: list[str] = []
         self._unsupported: list[str] = []
+        self._not_by_kernel: list[str] = []
 
     def verdict(self, number: int, candidate: Candidate) -> Verdict:
         """What becomes of a candidate."""
@@ -180,40 +206,67 @@ class _Judge:
         if candidate.current is not None:
             return self._keep(candidate, slot, reason)
         if slot is None:
-            return Verdict("leave", None, reason, asked=False)
+            return Verdict("leave", None, reason, False, self._config)
         if candidate.obstacle:
             self._refuse_if_named(number, candidate)
-            return Verdict("leave", None, candidate.obstacle, asked=True)
+            return Verdict("leave", None, candidate.obstacle, True, self._config)
         if candidate.dtype not in DTYPES:
             self._unsupported.append(f"{candidate.path} ({_name(candidate.dtype)})")
-        return Verdict("quantize", slot, "", asked=True)
+        forecast = self._forecaster.of(candidate, slot, self._config)
+        if forecast.loss and self._config.skip_unprofitable:
+            return Verdict("leave", None, f"unprofitable (skip_unprofitable): {forecast.loss}", True, self._config)
+        if forecast.refusal:
+            self._not_by_kernel.append(f"{candidate.path}: {forecast.kernel}: {forecast.refusal}")
+        return Verdict("quantize", slot, "", True, self._config, forecast)
 
     def _request(self, number: int, candidate: Candidate) -> tuple[Slot | None, str]:
         """The formats that the configuration asks of a candidate, or None and the reason."""
         included = self._included.of(number)
-        protected = candidate.left_alone if not included else ""
+        protected = self._protected(number, candidate) if not included else ""
         targets = [p for p in self._targeted.of(number) if not protected or p.form == "exact"]
         self._refuse_contradiction(number, candidate, targets)
         ignored = self._ignored.of(number)
         if ignored:
             return None, f"ignored by {ignored[0].text!r}"
         if targets:
-            return _of_kind(candidate, self._targets[targets[0].text]), ""
+            return self._formats(candidate, self._targets[targets[0].text]), ""
         if protected:
             skipped = [repr(p.text) for p in self._targeted.of(number)]
             return None, protected + (f"; only its exact path opts it in, not {', '.join(skipped)}" if skipped else "")
         if self._config.targets:
             return None, "no target matches"
-        if self._config.nothing:
-            return None, "nothing is asked for"
+        if self._config.rest_nothing:
+            return None, "no component has it" if self._config.components else "nothing is asked for"
         slot = self._config.slot(candidate.kind)
         if slot is None:
             return None, f"no formats are given for {candidate.kind} layers"
-        return _of_kind(candidate, slot), ""
+        return self._formats(candidate, slot), ""
+
+    def _protected(self, number: int, candidate: Candidate) -> str:
+        """Why a candidate is left alone unless it is opted in."""
+        if candidate.left_alone or candidate.kind == "embedding":
+            return candidate.left_alone
+        matching = [self._targets[pattern.text] for pattern in self._targeted.of(number)]
+        slot = matching[0] if matching else self._config.slot(candidate.kind)
+        count = self._config.num_bf16_fallback_layers
+        if slot is None or count == 0 or not may_keep(count, slot.weight):
+            return ""
+        return kept(self._blocks[number], count, slot.weight)
+
+    @functools.cached_property
+    def _blocks(self) -> list[Block | None]:
+        return block_of([unmarked(candidate.path) for candidate in self._candidates])
+
+    def _formats(self, candidate: Candidate, slot: Slot) -> Slot:
+        """What a slot means for a candidate: in blocks as asked for; the lookup of an embedding has no activations."""
+        found = self._config.with_blocks(slot)
+        return Slot(found.weight, None) if candidate.kind == "embedding" else found
 
     def _refuse_contradiction(self, number: int, candidate: Candidate, targets: Sequence[Pattern]) -> None:
         ignored = self._ignored.of(number)
-        if ignored and targets:
+        if not targets:
+            return
+        if ignored:
             raise PlanError(
                 f"{candidate.path} matches both ignore {_texts(ignored)} and targets {_texts(targets)}; "
                 "a layer is named by one of the two"
@@ -234,15 +287,22 @@ class _Judge:
     def _keep(self, candidate: Candidate, slot: Slot | None, reason: str) -> Verdict:
         """A layer that is converted already keeps its formats; asking for others is an error."""
         if slot is None:
-            return Verdict("already", candidate.current, f"converted before; {reason}", asked=False)
+            return self._already(candidate, f"converted before; {reason}", asked=False)
         rules = self._config.rules(slot)
         if slot != candidate.current or candidate.current_rules not in (None, rules):
             has = _described(candidate.current, candidate.current_rules)
             self._other_formats.append(f"{candidate.path} has {has}, asked for is {_described(slot, rules)}")
-        return Verdict("already", candidate.current, "converted before, with these formats", asked=True)
+        return self._already(candidate, "converted before, with these formats", asked=True)
+
+    def _already(self, candidate: Candidate, reason: str, *, asked: bool) -> Verdict:
+        assert candidate.current is not None
+        forecast = self._forecaster.of(candidate, candidate.current, self._config)
+        return Verdict("already", candidate.current, reason, asked, self._config, forecast)
 
     def refuse_impossible(self) -> None:
-        """Raise for what is asked for and cannot be: weights of other dtypes, other formats of converted layers."""
+        """Raise for what is asked for and cannot be: weights of other dtypes, other formats of converted layers, and
+        kernels that cannot run a layer.
+        """
         if self._unsupported:
             raise ConversionError(
                 f"weights of these dtypes cannot be quantized: {_listed(self._unsupported)}; valid: "
@@ -252,6 +312,11 @@ class _Judge:
             raise PlanError(
                 "layers are already quantized with other formats; call olq_fx.dequantize_(model) first, or leave them "
                 f"out of the configuration: {_listed(self._other_formats)}"
+            )
+        if self._not_by_kernel:
+            raise PlanError(
+                "linear_backend and moe_backend name kernels that cannot run these layers; name another or 'auto': "
+                f"{_listed(self._not_by_kernel)}"
             )
 
     def without_effect(self, candidates: Sequence[Candidate], verdicts: Sequence[Verdict]) -> list[str]:
@@ -265,6 +330,11 @@ class _Judge:
                         f"{matches.key}: the pattern {text!r} quantizes nothing; "
                         f"{candidates[first].path}: {verdicts[first].reason}"
                     )
+        if self._config.num_bf16_fallback_layers and candidates and not any(self._blocks):
+            found.append(
+                f"num_bf16_fallback_layers: there is no numbered list of blocks ({', '.join(sorted(LISTS))}) whose "
+                "first ones it could keep"
+            )
         experts = [n for n, candidate in enumerate(candidates) if candidate.kind == "moe"]
         refused = [n for n in experts if verdicts[n].asked and verdicts[n].decision == "leave"]
         if self._config.asks_moe and refused and not any(_served(verdicts[n]) for n in experts):
@@ -274,15 +344,6 @@ class _Judge:
                 f"{verdicts[first].reason}; leave 'moe' out to keep them in original precision"
             )
         return found
-
-
-def _spoken(candidate: Candidate) -> list[str]:
-    """The paths by which a pattern may name a candidate: with and without the mark of `torch.compile`."""
-    found: dict[str, None] = {}
-    for path in (*candidate.names, *candidate.module_names):
-        found[path] = None
-        found[".".join(part for part in path.split(".") if part != COMPILED)] = None
-    return [path for path in found if path]
 
 
 def _refuse_nothing(config: QuantizationConfig, candidates: Sequence[Candidate], verdicts: Sequence[Verdict]) -> None:
@@ -303,14 +364,9 @@ def _refuse_nothing(config: QuantizationConfig, candidates: Sequence[Candidate],
     raise PlanError(f"nothing would be quantized; {_listed(described)}{hint}")
 
 
-def _of_kind(candidate: Candidate, slot: Slot) -> Slot:
-    """What a slot means for a candidate: the lookup of an embedding has no activations."""
-    return Slot(slot.weight, None) if candidate.kind == "embedding" else slot
-
-
-def _served(verdict: Verdict) -> bool:
+def _served(verdict: Verdict | None) -> bool:
     """Whether a request for the layer led to something."""
-    return verdict.asked and verdict.decision != "leave"
+    return verdict is not None and verdict.asked and verdict.decision != "leave"
 
 
 def _described(slot: Slot | None, rules: tuple[str, str] | None) -> str:
@@ -328,5 +384,5 @@ def _texts(patterns: Sequence[Pattern]) -> str:
 
 
 def _listed(items: Sequence[str]) -> str:
-    more = f"; and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return "; ".join(items[:_SHOWN]) + more
+    more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return "; ".join(items[:SHOWN]) + more

@@ -169,7 +169,7 @@ class Sessions:
         plan = session.report.plan
         todo = [(tree, tuple(row for row in rows if _convertible(owned, tree, row))) for tree in _trees(owned)]
         for tree, own in todo:
-            conversion.preflight(tree, own, allow_nonfinite=self._config.allow_nonfinite)
+            conversion.preflight(tree, own)
         for tree, own in todo:
             conversion.execute(tree, dataclasses.replace(plan, rows=own), session.report)
             for row in own:

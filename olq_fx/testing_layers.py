@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olq_fx.formats import FORMATS
+from olq_fx.formats import get_format
 from olq_fx.numerics import dequantize, quantize
 from olq_fx.testing_bits import assert_same_bits
 from olq_fx.testing_bounds import assert_product_close
@@ -30,7 +30,7 @@ def operands(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     flat = x.detach().reshape(-1, x.shape[-1])
     if not spec.activation:
         return flat.float(), values
-    fmt = FORMATS[spec.activation]
+    fmt = get_format(spec.activation)
     return dequantize(quantize(flat, fmt, spec.activation_rule), fmt, flat.shape[1]), values
 
 
@@ -84,11 +84,11 @@ def assert_operator_right(operator: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _check_quantize(result: Sequence[Tensor], x: Tensor, format: str, rule: str) -> None:
-    assert_same_bits(tuple(result), quantize(x, FORMATS[format], rule), name=f"parts of {format}")
+    assert_same_bits(tuple(result), quantize(x, get_format(format), rule), name=f"parts of {format}")
 
 
 def _check_dequantize(result: Tensor, parts: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> None:
-    assert_same_bits(result, dequantize(tuple(parts), FORMATS[format], k, dtype), name=f"values of {format}")
+    assert_same_bits(result, dequantize(tuple(parts), get_format(format), k, dtype), name=f"values of {format}")
 
 
 def _check_linear(
@@ -100,13 +100,14 @@ def _check_linear(
     rule: str,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    kernel: str = "",
 ) -> None:
     k = x.shape[1]
     left = x.detach().float()
     if activation_format:
-        fmt = FORMATS[activation_format]
+        fmt = get_format(activation_format)
         left = dequantize(quantize(x.detach(), fmt, rule), fmt, k)
-    right = dequantize(tuple(weight), FORMATS[weight_format], k)
+    right = dequantize(tuple(weight), get_format(weight_format), k)
     if result.dtype != x.dtype:
         raise AssertionError(f"dtype {result.dtype} of a product of {x.dtype}")
     assert_product_close(result, left, right, bias=bias, residual=residual)
@@ -122,10 +123,11 @@ def _check_quantized_linear(
     dtype: torch.dtype,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    kernel: str = "",
 ) -> None:
     # Without an activation format the only part is the input itself.
-    left = dequantize(tuple(x), FORMATS[activation_format], k) if activation_format else x[0].detach().float()
-    right = dequantize(tuple(weight), FORMATS[weight_format], k)
+    left = dequantize(tuple(x), get_format(activation_format), k) if activation_format else x[0].detach().float()
+    right = dequantize(tuple(weight), get_format(weight_format), k)
     if result.dtype != dtype:
         raise AssertionError(f"dtype {result.dtype}, asked for {dtype}")
     assert_product_close(result, left, right, bias=bias, residual=residual)

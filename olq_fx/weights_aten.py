@@ -124,7 +124,9 @@ def _mark_as_changed(parts: Sequence[Tensor]) -> None:
 
 
 def _copy_parts(target: QuantizedWeight, source: QuantizedWeight) -> None:
-    kept = dataclasses.replace(source.ready().spec, rows_of_larger=target.spec.rows_of_larger)
+    kept = dataclasses.replace(
+        source.ready().spec, rows_of_larger=target.spec.rows_of_larger, kernel=target.spec.kernel
+    )
     if kept != target.spec or source.shape != target.shape:
         raise UnsupportedError(
             f"{target.label} ({target!r}) cannot take the parts of {source!r}; copy_ original-precision values"

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from olq_fx import numerics, torch_private
 from olq_fx.errors import UnsupportedError
-from olq_fx.formats import FORMATS
+from olq_fx.formats import get_format
 from olq_fx.kernels import reference
 from olq_fx.numerics import Parts
 from olq_fx.weights_tensor import QuantizedWeight
@@ -58,12 +58,12 @@ def _emit(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     recording = torch_private.current_recording() if spec.activation else None
     if recording is None:
         y: Tensor = torch.ops.olq_fx.linear.default(
-            x, parts, spec.weight, spec.activation, spec.activation_rule, bias, None
+            x, parts, spec.weight, spec.activation, spec.activation_rule, bias, None, spec.kernel
         )
         return y
     quantized = _quantized_once(x, spec.activation, spec.activation_rule, recording)
     product: Tensor = torch.ops.olq_fx.quantized_linear.default(
-        quantized, spec.activation, parts, spec.weight, x.shape[1], x.dtype, bias, None
+        quantized, spec.activation, parts, spec.weight, x.shape[1], x.dtype, bias, None, spec.kernel
     )
     return product
 
@@ -72,11 +72,11 @@ def _quantized_once(x: Tensor, activation: str, rule: str, recording: Any) -> Pa
     """The parts of `x`, recorded once for all products that read the same value in the same format."""
     value = torch_private.recorded_value(x, recording)
     if value is None:
-        return numerics.quantize(x, FORMATS[activation], rule)
+        return numerics.quantize(x, get_format(activation), rule)
     known = _QUANTIZED.setdefault(recording, {})
     key = (value, activation, rule)
     if key not in known:
-        known[key] = numerics.quantize(x, FORMATS[activation], rule)
+        known[key] = numerics.quantize(x, get_format(activation), rule)
     return known[key]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from olq_fx.errors import PendingWeightError, UnsupportedError
-from olq_fx.formats import FORMATS, Format
+from olq_fx.formats import Format, get_format
 from olq_fx.kernels import ops  # noqa: F401 (registers torch.ops.olq_fx)
 from olq_fx.numerics import Parts
 
@@ -32,6 +32,7 @@ class WeightSpec:
         skip: how many leading rows of the parts are outside the tensor. Rows cut from within a block of 128 keep the
             whole block, since its scale belongs to all of it.
         rows_of_larger: whether this is a view of some rows of a larger weight.
+        kernel: name of the kernel that must run its products, "" for the best there is.
     """
 
     weight: str
@@ -41,11 +42,12 @@ class WeightSpec:
     transposed: bool = False
     skip: int = 0
     rows_of_larger: bool = False
+    kernel: str = ""
 
     @property
     def format(self) -> Format:
         """The weight's format."""
-        return FORMATS[self.weight]
+        return get_format(self.weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class PlannedWeight:
         activation: name of the format of its inputs, "" for inputs in original precision.
         activation_rule: the scale rule of its inputs.
         transposed: whether it reads (K, N) where it comes in.
+        kernel: name of the kernel that must run its products, "" for the best.
     """
 
     placeholder: str
@@ -34,6 +35,7 @@ class PlannedWeight:
     activation: str
     activation_rule: str
     transposed: bool = False
+    kernel: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _fuse(writes: Writes, node: Node, reshape: Node | None, addition: Node) -> N
     flat = residual if tensor.dim() == 2 else _flattened(writes, residual, addition)
     flat = emit.method("flatten", residual, 0, -2) if flat is None else flat
     assert callable(node.target)
-    fused = emit.call(node.target, *node.args[:-1], flat)
+    fused = emit.call(node.target, *node.args[:-1], flat, **node.kwargs)
     if reshape is not None:
         fused = emit.method("reshape", fused, *reshape.args[1:])
     replace(addition, fused)

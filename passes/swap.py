@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 from olq_fx import torch_private
-from olq_fx.formats import FORMATS, Format
+from olq_fx.formats import Format, get_format
 from olq_fx.numerics import part_specs
 from olq_fx.passes import canonical
 from olq_fx.passes.base import Context, PassResult, PlannedWeight
@@ -59,7 +59,7 @@ class Swap:
         assert isinstance(stop, int)
         skip = 0
         if (start, stop) != (0, rows):
-            format = FORMATS[planned.weight]
+            format = get_format(planned.weight)
             skip = start % (format.group[0] or 1)
             parts = _rows(emit, parts, format, start - skip, stop)
             if skip and bias is not None:
@@ -72,16 +72,17 @@ class Swap:
 
     def _product(self, emit: Emitter, planned: PlannedWeight, x: Any, k: int, parts: list[Node], bias: Any) -> Node:
         ops = torch.ops.olq_fx
+        asked = {"kernel": planned.kernel} if planned.kernel else {}
         if self.context.gradients or not planned.activation:
             formats = (planned.weight, planned.activation, planned.activation_rule)
-            return emit.call(ops.linear.default, x, parts, *formats, bias, None)
+            return emit.call(ops.linear.default, x, parts, *formats, bias, None, **asked)
         tensor = tensor_of(x)
         assert tensor is not None
         quantized = emit.call(ops.quantize.default, x, planned.activation, planned.activation_rule)
-        count = FORMATS[planned.activation].levels + 1
+        count = get_format(planned.activation).levels + 1
         pieces = [emit.call(operator.getitem, quantized, index) for index in range(count)]
         sides = (pieces, planned.activation, parts, planned.weight)
-        return emit.call(ops.quantized_linear.default, *sides, k, tensor.dtype, bias, None)
+        return emit.call(ops.quantized_linear.default, *sides, k, tensor.dtype, bias, None, **asked)
 
 
 def _extents(weight: Any, planned: PlannedWeight) -> tuple[int, int]:
@@ -100,7 +101,7 @@ def _part_inputs(weight: Node, planned: PlannedWeight) -> list[Node]:
     mode = torch_private.fake_mode_of([tensor])
     found = []
     after = weight
-    for index, spec in enumerate(part_specs(FORMATS[planned.weight], rows, k)):
+    for index, spec in enumerate(part_specs(get_format(planned.weight), rows, k)):
         with weight.graph.inserting_after(after):
             node = weight.graph.placeholder(f"{weight.name}_{spec.name}")
         empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")

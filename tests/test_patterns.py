@@ -94,6 +94,15 @@ def test_a_catastrophic_expression_is_stopped_and_named():
     assert path in str(caught.value)
 
 
+def test_an_expression_that_is_slow_on_every_path_is_stopped_too(monkeypatch):
+    monkeypatch.setattr("olq_fx.patterns.TOTAL_TIMEOUT", 0.0)
+    with pytest.raises(ConfigurationError) as caught:
+        INDEX.find(compile_pattern("re:.*"))
+    assert str(caught.value) == (
+        "the pattern 're:.*' took more than 0 s for 1 of 97 paths; write it without nested repetitions"
+    )
+
+
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [

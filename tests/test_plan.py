@@ -116,7 +116,10 @@ def test_sizes_are_those_of_the_parts(weight, shape):
     row = plan.rows[0]
     assert row.bytes_before == plan.bytes_before == shape[0] * shape[1] * 2
     assert row.bytes_after == plan.bytes_after == sum(part.bytes for part in part_specs(FORMATS[weight], *shape))
-    assert bool(row.warning) == (row.bytes_after > row.bytes_before)
+    larger = row.bytes_after > row.bytes_before
+    assert row.warning.startswith(
+        "takes more bytes than before" if larger else "expected to be slower than in bfloat16"
+    )
 
 
 def test_shares_and_totals():
@@ -317,9 +320,16 @@ def test_json_is_strict_and_complete(model):
 
 def test_the_table_says_it_all(model):
     text = str(plan_for({"quantization": "nvfp4_per_token", "ignore": ["layers.0.attn"]}, model))
-    for words in ("layers.1.mlp.up_proj.weight", "16 x 8", "float32", "nvfp4_per_token", "ignored by", "embed_tokens"):
+    for words in (
+        "layers.{0,1}.mlp.up_proj.weight",
+        "16 x 8",
+        "float32",
+        "nvfp4_per_token",
+        "ignored by",
+        "embed_tokens",
+    ):
         assert words in text
-    assert max(map(len, text.splitlines())) <= 210
+    assert max(map(len, text.splitlines())) <= 220
     assert "\x1b" not in text
 
 

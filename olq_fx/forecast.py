@@ -1,0 +1,101 @@
+"""What a layer will cost once it is quantized: the kernel that runs it, its size, and whether it is a loss.
+
+API:
+    Forecaster(device=None).of(candidate, slot, config) -> Forecast(kernel, kernel_reason, bytes_after, loss)
+
+A quantized layer is a loss by one of three rules, each of which the plan shows as a warning with its numbers and
+`skip_unprofitable` follows:
+
+1. Its codes and scales take more bytes than the original.
+2. No kernel runs it but the reference, which decodes the weight in each call.
+3. `native_cpu` runs it, and it has fewer than 2^19 weights. With one row of activations a call then costs more than
+   the bytes that it saves: measured on one core, eager, against bfloat16, 512 x 512 takes twice the time in 8 and 4
+   bits, 1024 x 1024 0.8 to 1.2 times, and larger ones less. (With many rows all sizes are faster than bfloat16.)
+
+The last two speak of a device, so they say nothing of a weight on meta unless the device is named. Lookups in an
+embedding decode the rows that are asked for and are never a loss of speed.
+"""
+
+import dataclasses
+
+from olq_fx.candidates import Candidate
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.configuration_options import AUTO
+from olq_fx.formats import get_format
+from olq_fx.kernels import registry
+from olq_fx.numerics import quantized_bytes
+from olq_fx.schemes import Slot
+
+SMALL = 1 << 19
+"""Weights below which `native_cpu` is expected to lose against bfloat16 with one row of activations."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forecast:
+    """What becomes of a layer in given formats.
+
+    Attributes:
+        kernel: the name of the kernel that will run it.
+        kernel_reason: why no better kernel runs it, or "".
+        bytes_after: the size of its codes and scales.
+        loss: why it is better left as it is, or "".
+        requested: the kernel that the configuration asks for, or "".
+        refusal: why that kernel cannot run it, or "".
+    """
+
+    kernel: str
+    kernel_reason: str
+    bytes_after: int
+    loss: str
+    requested: str = ""
+    refusal: str = ""
+
+
+class Forecaster:
+    """Forecasts for the layers of one plan; equal layers are looked at once."""
+
+    def __init__(self, device: str | None = None) -> None:
+        """`device`: the type of the device where the model will run; None is where each weight is."""
+        self._device = device
+        self._known: dict[tuple[object, ...], Forecast] = {}
+
+    def of(self, candidate: Candidate, slot: Slot, config: QuantizationConfig) -> Forecast:
+        """The forecast for a matrix in the formats of `slot`; an expert that is a layer of its own is a linear one."""
+        device = self._device or candidate.device.type
+        kind = "embedding" if candidate.kind == "embedding" else "linear"
+        backend = {"linear": config.linear_backend, "moe": config.moe_backend}.get(candidate.kind, AUTO)
+        key = (kind, slot, candidate.shape, candidate.dtype, device, backend, config.fast_accum)
+        if key not in self._known:
+            self._known[key] = _forecast(kind, slot, candidate, device, backend, config.fast_accum)
+        return self._known[key]
+
+
+def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend: str, fast_accum: bool) -> Forecast:
+    n, k = candidate.shape
+    before, after = candidate.bytes, quantized_bytes(get_format(slot.weight), n, k)
+    product = (kind, slot.weight, slot.activation, n, k, device)
+    choice = registry.select(*product)
+    refusal = ""
+    if backend not in (AUTO, choice.name):
+        refusal = registry.refusal(backend, *product)
+        choice = registry.KernelChoice(backend, "the configuration asks for it")
+    reason = "; ".join(part for part in (choice.reason, _fast_accum(slot, fast_accum)) if part)
+    loss = f"takes more bytes than before ({after} instead of {before})" if after > before else ""
+    if not loss and kind == "linear" and device != "meta":
+        loss = _slow(choice.name, n * k)
+    return Forecast(choice.name, reason, after, loss, "" if backend == AUTO else backend, refusal)
+
+
+def _slow(kernel: str, weights: int) -> str:
+    """Why a product is expected to be slower than in bfloat16, or ""."""
+    if kernel == "reference":
+        return "expected to be slower than in bfloat16: the reference decodes the weight in each call"
+    if weights < SMALL:
+        return f"expected to be slower than in bfloat16 for single rows: {weights} weights, fewer than {SMALL}"
+    return ""
+
+
+def _fast_accum(slot: Slot, asked: bool) -> str:
+    """What the option comes to: no kernel of today has a less precise accumulation."""
+    floats = slot.activation is not None and get_format(slot.activation).element == "e4m3"
+    return "fast_accum changes nothing: this kernel accumulates in float32" if asked and floats else ""
