@@ -6,6 +6,8 @@
 `olq_fx.testing` (not imported here) is for the tests of those who use or extend it.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.dynamo import backend
 from olq_fx.errors import OlqFxError, OlqFxWarning
@@ -15,6 +17,9 @@ from olq_fx.quantize import dequantize_, quantize_
 from olq_fx.report import Report
 from olq_fx.schemes import SCHEMES
 from olq_fx.weights import QuantizedWeight
+
+if TYPE_CHECKING:
+    from olq_fx.comparison import compare
 
 __version__ = "0.1.0"
 
@@ -29,6 +34,17 @@ __all__ = [
     "Report",
     "__version__",
     "backend",
+    "compare",
     "dequantize_",
     "quantize_",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`olq_fx.compare`, imported on first use: what only measures is no part of quantizing."""
+    if name == "compare":
+        from olq_fx.comparison import compare
+
+        globals()[name] = compare
+        return compare
+    raise AttributeError(f"module 'olq_fx' has no attribute {name!r}")

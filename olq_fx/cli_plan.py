@@ -1,0 +1,50 @@
+"""`olq-fx plan`: what a configuration will do with a model, without its weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from olq_fx.candidates import Candidate, candidates_of, combine
+from olq_fx.cli_answers import Answer
+from olq_fx.cli_models import call_named, source_of
+from olq_fx.comparison_runs import calls_of
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.passes.capture import linear_uses
+from olq_fx.plan import plan_for
+
+
+def plan(
+    model: str,
+    config: QuantizationConfig,
+    *,
+    strict: bool,
+    inputs: str | None,
+    dtype: torch.dtype | None,
+    meta: bool,
+) -> Answer:
+    """The plan of a model.
+
+    Args:
+        model: a folder or `module:callable`.
+        config: what is asked for.
+        strict: whether a pattern that matches nothing is an error.
+        inputs: `module:callable` of the arguments of a call, to find weights that are used by functions; or None.
+        dtype: of the model; None for its own.
+        meta: build it without memory.
+    """
+    source = source_of(model)
+    built = source.on_meta(dtype) if meta else source.load(dtype, None)
+    candidates = None if inputs is None else _traced(built, calls_of(call_named(inputs, "--inputs"))[0])
+    found = plan_for(config, built, strict=strict, candidates=candidates)
+    return Answer(found.to_dict(), str(found))
+
+
+def _traced(model: nn.Module, call: Any) -> tuple[Candidate, ...]:
+    """The candidates of the module tree with what a traced call shows."""
+    if isinstance(call, Mapping):
+        used = linear_uses(model, (), call)
+    else:
+        used = linear_uses(model, (call,) if isinstance(call, Tensor) else call)
+    return combine(candidates_of(model), used)
