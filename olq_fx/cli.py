@@ -110,6 +110,13 @@ def pairs() -> Answer:
         "--inputs", metavar="MODULE:CALLABLE", help="Gives the arguments of a call, to find weights in functions."
     ),
     _dtype,
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        show_default=True,
+        help="Whose kernels to predict; it need not be there.",
+    ),
     click.option("--meta/--no-meta", default=True, help="Build the model without memory (the default) or with it."),
 )
 @_answering
@@ -118,7 +125,7 @@ def plan(ctx: click.Context, /, model: str, dtype: str, strict: bool, **options:
     """Show what a configuration will do with every weight of MODEL. No weights are read."""
     from olq_fx import cli_models, cli_plan
 
-    wanted = {"inputs": options["inputs"], "meta": options["meta"]}
+    wanted = {name: options[name] for name in ("inputs", "meta", "device")}
     return cli_plan.plan(model, config_of(ctx), strict=strict, dtype=cli_models.dtype_of(dtype), **wanted)
 
 
@@ -226,12 +233,19 @@ def main(arguments: Sequence[str]) -> int:
         except click.exceptions.Exit as error:
             return error.exit_code
         except click.ClickException as error:
-            return _fail(error, USAGE, " ".join(error.format_message().split()), flags)
+            return _fail(error, USAGE, _usage(error), flags)
         except BrokenPipeError:
             raise
         except (Exception, KeyboardInterrupt, click.Abort) as error:
             return _fail(error, code_of(error), paragraph(error), flags)
     return result if isinstance(result, int) else DONE
+
+
+def _usage(error: click.ClickException) -> str:
+    """What is wrong with a command line, and where its options are listed."""
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    return message if context is None else f"{message} `{context.command_path} --help` lists what there is."
 
 
 def _fail(error: BaseException, code: int, message: str, flags: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """`olq-fx plan`: what a configuration will do with a model, without its weights."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ def plan(
     *,
     strict: bool,
     inputs: str | None,
+    device: str,
     dtype: torch.dtype | None,
     meta: bool,
 ) -> Answer:
@@ -31,13 +33,18 @@ def plan(
         config: what is asked for.
         strict: whether a pattern that matches nothing is an error.
         inputs: `module:callable` of the arguments of a call, to find weights that are used by functions; or None.
+        device: the kind of device whose kernels the plan predicts; it need not be there.
         dtype: of the model; None for its own.
         meta: build it without memory.
     """
     source = source_of(model)
     built = source.on_meta(dtype) if meta else source.load(dtype, None)
-    candidates = None if inputs is None else _traced(built, calls_of(call_named(inputs, "--inputs"))[0])
-    found = plan_for(config, built, strict=strict, candidates=candidates)
+    if inputs is None:
+        candidates = candidates_of(built)
+    else:
+        candidates = _traced(built, calls_of(call_named(inputs, "--inputs"))[0])
+    placed = [dataclasses.replace(candidate, device=torch.device(device)) for candidate in candidates]
+    found = plan_for(config, built, strict=strict, candidates=placed)
     return Answer(found.to_dict(), str(found))
 
 
