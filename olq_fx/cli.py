@@ -37,18 +37,13 @@ def cli() -> None:
     """Online quantization of any PyTorch model."""
 
 
-def _answering(function: Callable[..., Answer]) -> Callable[..., int]:
-    """Print what a command found; what the model prints meanwhile goes to the error stream."""
+def _answering(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Add the options that all commands have; what a model prints meanwhile goes to the error stream."""
 
     @functools.wraps(function)
-    def command(*args: Any, as_json: bool, show_traceback: bool, **options: Any) -> int:
+    def command(*args: Any, as_json: bool, show_traceback: bool, **options: Any) -> Answer:
         with contextlib.redirect_stdout(sys.stderr):
-            answer = function(*args, **options)
-        if as_json:
-            say_json(answer.data)
-        else:
-            say(answer.text)
-        return answer.code
+            return function(*args, **options)
 
     for option in (
         click.option("--traceback", "show_traceback", is_flag=True, help="Show the Python traceback of an error too."),
@@ -234,11 +229,15 @@ def main(arguments: Sequence[str]) -> int:
             return error.exit_code
         except click.ClickException as error:
             return _fail(error, USAGE, _usage(error), flags)
-        except BrokenPipeError:
-            raise
         except (Exception, KeyboardInterrupt, click.Abort) as error:
             return _fail(error, code_of(error), paragraph(error), flags)
-    return result if isinstance(result, int) else DONE
+    if not isinstance(result, Answer):  # click has printed a help or a version
+        return DONE
+    if "--json" in flags:
+        say_json(result.data)
+    else:
+        say(result.text)
+    return result.code
 
 
 def _usage(error: click.ClickException) -> str:

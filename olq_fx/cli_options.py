@@ -26,6 +26,7 @@ Dotted = tuple[str, str]
 
 _DOTTED = re.compile(r"--quantization[-_]config\.([^=]*)(?:=(.*))?", re.DOTALL)
 _META = "olq_fx.dotted"
+_PATTERNS = ("ignore", "include")
 
 
 class ConfiguredCommand(click.Command):
@@ -130,6 +131,8 @@ def _insert(keys: dict[str, Any], path: str, text: str) -> None:
             raise ConfigurationError(f"{before} is {shown(inner)} already, so {path!r} cannot be set within it")
         where[parent] = where = dict(inner)
     value = _value(text)
+    if last in _PATTERNS and not isinstance(value, (str, list, type(None))):
+        value = text  # a layer may be called 0
     if adds:
         listed = where.get(last) or []
         where[last] = [*([listed] if isinstance(listed, str) else listed), value]

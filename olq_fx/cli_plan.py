@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 
 from olq_fx.candidates import Candidate, candidates_of, combine
 from olq_fx.cli_answers import Answer
@@ -39,17 +40,17 @@ def plan(
     """
     source = source_of(model)
     built = source.on_meta(dtype) if meta else source.load(dtype, None)
-    if inputs is None:
-        candidates = candidates_of(built)
-    else:
-        candidates = _traced(built, calls_of(call_named(inputs, "--inputs"))[0])
+    candidates = candidates_of(built) if inputs is None else _traced(built, call_named(inputs, "--inputs"), meta)
     placed = [dataclasses.replace(candidate, device=torch.device(device)) for candidate in candidates]
     found = plan_for(config, built, strict=strict, candidates=placed)
     return Answer(found.to_dict(), str(found))
 
 
-def _traced(model: nn.Module, call: Any) -> tuple[Candidate, ...]:
-    """The candidates of the module tree with what a traced call shows."""
+def _traced(model: nn.Module, inputs: object, meta: bool) -> tuple[Candidate, ...]:
+    """The candidates of the module tree with what the first call shows when it is traced."""
+    call: Any = calls_of(inputs)[0]
+    if meta:
+        call = map_aggregate(call, lambda value: value.to("meta") if isinstance(value, Tensor) else value)
     if isinstance(call, Mapping):
         used = linear_uses(model, (), call)
     else:
