@@ -80,10 +80,14 @@ class Folder:
     def tokenizer(self) -> Any:
         """Its tokenizer."""
         library = load_transformers()
-        return _failing(
+        found = _failing(
             f"read the tokenizer of {self.path}",
             lambda: library.AutoTokenizer.from_pretrained(self.path, local_files_only=True),
         )
+        # Without files transformers makes an empty one, which turns every text into nothing.
+        if len(found) <= len(found.all_special_ids):
+            raise ModelError(f"{str(self.path)!r} holds no tokenizer: transformers reads none but special tokens there")
+        return found
 
     def _architecture(self) -> tuple[Any, Any]:
         """The parsed `config.json` and the class of transformers that it names."""
