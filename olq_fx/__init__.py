@@ -6,7 +6,7 @@
 `olq_fx.testing` (not imported here) is for the tests of those who use or extend it.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing
 
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.dynamo import backend
@@ -18,8 +18,19 @@ from olq_fx.report import Report
 from olq_fx.schemes import SCHEMES
 from olq_fx.weights import QuantizedWeight
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from olq_fx.comparison import compare
+else:
+
+    def __getattr__(name):
+        """`olq_fx.compare`, imported on first use: what only measures is no part of quantizing."""
+        if name != "compare":
+            raise AttributeError(f"module 'olq_fx' has no attribute {name!r}")
+        from olq_fx.comparison import compare
+
+        globals()[name] = compare
+        return compare
+
 
 __version__ = "0.1.0"
 
@@ -38,13 +49,3 @@ __all__ = [
     "dequantize_",
     "quantize_",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """`olq_fx.compare`, imported on first use: what only measures is no part of quantizing."""
-    if name == "compare":
-        from olq_fx.comparison import compare
-
-        globals()[name] = compare
-        return compare
-    raise AttributeError(f"module 'olq_fx' has no attribute {name!r}")

@@ -20,7 +20,7 @@ import click
 
 import olq_fx
 from olq_fx import cli_tables
-from olq_fx.cli_answers import DONE, EXIT_CODES, USAGE, Answer, code_of, paragraph, say, say_json
+from olq_fx.cli_answers import DONE, EXIT_CODES, INTERRUPTED, USAGE, Answer, code_of, paragraph, say, say_json
 from olq_fx.cli_options import ConfiguredCommand, config_of, configured
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -229,7 +229,9 @@ def main(arguments: Sequence[str]) -> int:
             return error.exit_code
         except click.ClickException as error:
             return _fail(error, USAGE, _usage(error), flags)
-        except (Exception, KeyboardInterrupt, click.Abort) as error:
+        except (KeyboardInterrupt, click.Abort) as error:
+            return _fail(error, INTERRUPTED, "interrupted", flags)
+        except Exception as error:
             return _fail(error, code_of(error), paragraph(error), flags)
     if not isinstance(result, Answer):  # click has printed a help or a version
         return DONE

@@ -53,7 +53,7 @@ def code_of(error: BaseException) -> int:
         return MISSING
     if isinstance(error, (ConfigurationError, ConfigurationTypeError, PlanError)):
         return USAGE
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+    return FAILED
 
 
 def paragraph(error: BaseException) -> str:

@@ -23,8 +23,8 @@ from olq_fx.quantize import quantize_
 
 def compare(
     model: nn.Module,
-    config: object = None,
-    inputs: object = (),
+    config: object,
+    inputs: object,
     *,
     loop: Loop | None = None,
     seed: int = 0,
@@ -42,8 +42,8 @@ def compare(
     """Compare a model with what a configuration makes of it.
 
     Both run in turn, step by step, on copies of the same inputs, with the same random numbers. The model is not
-    changed: the candidate is a copy of its modules that shares the weights which are not converted. So memory holds the
-    model, its converted weights, and the outputs of the quantized layers for one step.
+    changed: both are copies of its modules and buffers that share its parameters, but for the converted ones. So memory
+    holds the model, its converted weights, and the outputs of the quantized layers for one step.
 
     Args:
         model: the reference.
@@ -65,6 +65,9 @@ def compare(
         strict: as of `quantize_`.
         progress: show a bar.
 
+    Returns:
+        What was found. Bounds that do not hold are no error: see its `failures`.
+
     Raises:
         ConfigurationError, PlanError, ConversionError: as of `quantize_`; also for bounds that have no meaning here.
         ComparisonError: the outputs cannot be compared.
@@ -82,7 +85,7 @@ def compare(
         bar.start("quantize", None)
         candidate, plan = quantized(config)
         names = frozenset(logits)
-        setup = Setup(original, candidate, tuple(calls), loop, seed, names, perplexity)
+        setup = Setup(_copy_of(original), candidate, tuple(calls), loop, seed, names, perplexity)
         watched = _watched(candidate, plan) if layers else {}
         bar.start("compare", len(calls))
         measured = measure(setup, tuple(watched), bar.advance)

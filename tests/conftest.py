@@ -215,6 +215,10 @@ def broken():
     raise RuntimeError("no luck\\ntoday")
 
 
+def stopped():
+    raise KeyboardInterrupt
+
+
 def leaves():
     raise SystemExit(7)
 

@@ -175,6 +175,12 @@ def test_an_error_is_json_too(olq):
     }
 
 
+def test_an_interruption(olq):
+    ended = olq("plan", "cases:stopped", "-q", "int8", "--json")
+    assert (ended.code, ended.data["error"]["message"]) == (130, "interrupted")
+    assert ended.err.strip() == "olq-fx: error: interrupted"
+
+
 def test_a_traceback_is_shown_on_request_only(olq):
     ended = olq("plan", "cases:broken", "-q", "fp8", "--traceback")
     assert "Traceback" in ended.err

@@ -1,6 +1,7 @@
 """`olq_fx.compare`: a model against what a configuration makes of it."""
 
 import copy
+import io
 import itertools
 import json
 import random
@@ -130,6 +131,7 @@ def test_both_draw_the_same_and_the_process_notices_nothing():
     random.seed(1)
     found = olq_fx.compare(model, "none", [call, call], repeat=1)
     assert found.outputs["output"].exact
+    assert model.calls == 0
     after = torch.randn(3), random.random()
     torch.manual_seed(1)
     random.seed(1)
@@ -148,6 +150,37 @@ def test_a_seed_gives_the_same_numbers_again():
     one, again, other = (olq_fx.compare(model, "mxfp4", ((),), loop=draw, seed=s, repeat=0) for s in (3, 3, 4))
     assert one.outputs == again.outputs
     assert one.outputs != other.outputs
+
+
+@pytest.mark.slow
+def test_the_time_of_compiled_models():
+    model, x = stack(64, 32), torch.randn(2, 64)
+    found = olq_fx.compare(model, "int8", x, compiled=True, repeat=2)
+    assert found.latency_ms.candidate > 0
+    assert found.outputs == olq_fx.compare(model, "int8", x, repeat=0).outputs
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal, True), (io.StringIO, False)])
+def test_progress_is_shown_on_terminals_only(monkeypatch, stream, shown):
+    errors = stream()
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setenv("TERM", "xterm")
+    olq_fx.compare(
+        stack(64, 64, 32),
+        "mxfp4",
+        torch.randn(2, 64),
+        bounds="sqnr_db=90",
+        suggest_ignore=True,
+        repeat=1,
+        progress=True,
+    )
+    for what in ("quantize", "compare", "measure time and memory", "search an ignore list"):
+        assert (what in errors.getvalue()) == shown
 
 
 # Trajectories
