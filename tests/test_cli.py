@@ -337,14 +337,14 @@ def test_cost_is_measured(olq):
 # The program
 
 
-def processes(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def processes(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "olq_fx.cli", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_real_process_that_compares(olq, tmp_path):
-    done = processes("compare", "cases:stack", "--inputs", "cases:inputs", "-q", "mxfp8", "--json", cwd=tmp_path)
+    done = processes("compare", "cases:stack", "--inputs", "cases:inputs", "-q", "int8", "--json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["latency_ms"]["candidate"] > 0
 

@@ -11,6 +11,7 @@ import torch
 
 import olq_fx
 from olq_fx.cli_models import load_transformers
+from olq_fx.testing import live_bytes
 
 DATA = Path(__file__).parent / "data"
 MODEL = str(DATA / "tiny-qwen3-wiki")
@@ -38,6 +39,27 @@ def test_plan_reads_no_weights(olq, tmp_path, model):
     assert left == {"model.embed_tokens.weight": "embedding", "lm_head.weight": "output embedding"}
     assert ended.data["parameter_bytes"] == sum(p.numel() * p.element_size() for p in model.parameters())
     assert olq("plan", ".", "-q", "fp8_per_block", "--dtype", "float32", "--json").data["rows"][0]["dtype"] == "float32"
+
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "dtype": "bfloat16",
+}
+
+
+def test_plan_of_70_billion_parameters_takes_no_memory(olq, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    ended = olq("plan", ".", "-q", "mxfp4", "--json")
+    assert sum(row["decision"] == "quantize" for row in ended.data["rows"]) == 80 * 7
+    assert ended.data["parameter_bytes"] == pytest.approx(2 * 70.6e9, rel=0.01)
+    assert live_bytes() < 2**30
 
 
 def test_plan_is_what_is_done(olq, model):
