@@ -64,6 +64,7 @@ def loaded() -> dict[str, list[str]]:
         "yaml",
         "click",
         "matplotlib",
+        "olq_fx.comparison",
     ],
 )
 def test_import_loads_nothing_heavy(loaded: dict[str, list[str]], heavy: str):
