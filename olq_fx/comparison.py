@@ -105,6 +105,11 @@ def _comparison(
 ) -> Comparison:
     layers = tuple(_layer(path, rows, *measured.layers[path]) for path, rows in watched.items())
     silent = [layer.path for layer in layers if not layer.calls]
+    if layers and len(silent) == len(layers):
+        raise ComparisonError(
+            "no quantized layer was called, so nothing was compared: does the model's `forward`, or the loop, refer to "
+            f"modules of its own instead of those that it is given? ({', '.join(silent[:3])})"
+        )
     notes = [f"never called as modules, so not compared: {', '.join(silent[:5])}"] if silent else []
     latency, memory = costs or (None, None)
     return Comparison(

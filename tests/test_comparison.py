@@ -426,6 +426,13 @@ def test_what_is_no_module_or_returns_no_tensor():
         olq_fx.compare(silent, "int8", torch.randn(2, 32), repeat=0)
 
 
+def test_a_forward_that_runs_another_model():
+    model = nn.ModuleDict({"proj": nn.Linear(32, 16)})
+    model.forward = lambda x: model["proj"](x)
+    with pytest.raises(ComparisonError, match=r"no quantized layer was called.*proj"):
+        olq_fx.compare(model, "int8", torch.randn(2, 32), repeat=0)
+
+
 def test_lanes_that_part():
     def longer(model, call):
         for _ in range(2 if type(model[0].weight) is nn.Parameter else 3):
