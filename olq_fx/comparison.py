@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from olq_fx.comparison_bounds import LOGITS, WHOLE, parse_bounds
 from olq_fx.comparison_cost import latency_ms, peak_bytes
 from olq_fx.comparison_ignore import suggest
 from olq_fx.comparison_measure import Measured, Setup, measure
-from olq_fx.comparison_result import Comparison, LayerComparison, Pair, Suggestion
+from olq_fx.comparison_result import Comparison, LayerComparison, Pair
 from olq_fx.comparison_runs import Loop, calls_of, random_states, run_once
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import ComparisonError, ConfigurationError, ConfigurationTypeError
-from olq_fx.plan import Plan, PlanRow
+from olq_fx.errors import ComparisonError, ConfigurationError, ConfigurationTypeError, OlqFxWarning, PlanError
+from olq_fx.plan import Plan, PlanRow, plan_for
 from olq_fx.progress import Bar, progress_bar
 from olq_fx.quantize import quantize_
 
@@ -92,7 +93,19 @@ def compare(
         _check_logits(limits, measured)
         costs = _costs(setup, repeat, compiled, bar)
         result = _comparison(plan.config, setup, measured, watched, limits, costs)
-        return _with_suggestion(result, setup, plan, quantized, bar) if suggest_ignore else result
+        if not suggest_ignore:
+            return result
+        bar.start("search an ignore list", None)
+        found = suggest(
+            setup,
+            plan,
+            limits,
+            lambda wanted: quantized(wanted)[0],
+            # What a traced call shows is not looked at again: there every list is tried.
+            lambda wanted: example_inputs is not None or _fits(wanted, original, strict),
+            bar.advance,
+        )
+        return dataclasses.replace(result, suggestion=found)
 
 
 def _comparison(
@@ -137,16 +150,15 @@ def _layer(path: str, rows: Sequence[PlanRow], calls: int, metrics: Any) -> Laye
     )
 
 
-def _with_suggestion(
-    result: Comparison,
-    setup: Setup,
-    plan: Plan,
-    quantized: Callable[[object], tuple[nn.Module, Plan]],
-    bar: Bar,
-) -> Comparison:
-    bar.start("search an ignore list", None)
-    suggestion: Suggestion = suggest(setup, plan, result.bounds, lambda config: quantized(config)[0], bar.advance)
-    return dataclasses.replace(result, suggestion=suggestion)
+def _fits(config: QuantizationConfig, model: nn.Module, strict: bool) -> bool:
+    """Whether a configuration has a plan for the model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OlqFxWarning)
+        try:
+            plan_for(config, model, strict=strict)
+        except PlanError:
+            return False
+    return True
 
 
 def _check(model: object, bounds: Mapping[str, float], suggest_ignore: bool, repeat: int) -> None:

@@ -1,6 +1,6 @@
 """Which layers to leave in original precision so that bounds hold, for the fewest bytes.
 
-    suggest(setup, plan, bounds, requantize, done) -> Suggestion
+    suggest(setup, plan, bounds, requantize, allowed, done) -> Suggestion
 
 Each layer is first quantized alone: the error that the outputs then have is its noise. Layers are given back in the
 order of noise per byte, and in that of noise, until the bounds hold; then whatever can be taken back again, or be
@@ -10,8 +10,9 @@ search is greedy: no single layer can be dropped from the list, while another co
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -37,6 +38,7 @@ def suggest(
     plan: Plan,
     bounds: Mapping[str, float],
     requantize: Callable[[QuantizationConfig], nn.Module],
+    allowed: Callable[[QuantizationConfig], bool],
     done: Callable[[], None],
 ) -> Suggestion:
     """Search, then run once more what the configuration with the found list makes of the model.
@@ -46,6 +48,7 @@ def suggest(
         plan: of the candidate.
         bounds: on values; those on time and memory say nothing here.
         requantize: makes a candidate from a configuration.
+        allowed: whether a configuration fits the model; what leaves a part of it without effect may not.
         done: called after each run.
 
     Raises:
@@ -56,9 +59,9 @@ def suggest(
         raise ConfigurationError("to suggest an ignore list, give a bound on a metric of values, such as sqnr_db=20")
     if plan.config.targets:
         raise ConfigurationError("an ignore list cannot stand beside `targets`: leave the layers out of `targets`")
-    search = _Search(setup, _units(plan.rows), quality, done)
+    search = _Search(setup, _units(plan.rows), quality, lambda units: allowed(_config_with(plan.config, units)), done)
     chosen, failures = search.best()
-    config = with_ignored(plan.config, [unit.pattern for unit in chosen])
+    config = _config_with(plan.config, chosen)
     if not failures:
         failures = search.failures_of(dataclasses.replace(setup, candidate=requantize(config)))
     ignore = tuple(unit.pattern for unit in chosen)
@@ -69,6 +72,10 @@ def with_ignored(config: QuantizationConfig, patterns: Sequence[str]) -> Quantiz
     """A configuration that leaves these layers alone too."""
     keys = config.to_dict()
     return QuantizationConfig.parse(keys | {"ignore": [*keys.get("ignore", ()), *patterns]})
+
+
+def _config_with(config: QuantizationConfig, units: Iterable[_Unit]) -> QuantizationConfig:
+    return with_ignored(config, sorted(unit.pattern for unit in units))
 
 
 def _units(rows: Sequence[PlanRow]) -> list[_Unit]:
@@ -88,9 +95,15 @@ class _Search:
     """The search, with a count of its runs."""
 
     def __init__(
-        self, setup: Setup, units: Sequence[_Unit], bounds: Mapping[str, float], done: Callable[[], None]
+        self,
+        setup: Setup,
+        units: Sequence[_Unit],
+        bounds: Mapping[str, float],
+        allowed: Callable[[frozenset[_Unit]], bool],
+        done: Callable[[], None],
     ) -> None:
         self.setup, self.units, self.bounds, self.done = setup, list(units), bounds, done
+        self._allowed = functools.cache(allowed)
         self.runs = 0
         self._known: dict[frozenset[_Unit], tuple[float, tuple[Failure, ...]]] = {}
 
@@ -145,7 +158,7 @@ class _Search:
         return chosen
 
     def _holds(self, chosen: frozenset[_Unit]) -> bool:
-        return not self._tried(chosen)[1]
+        return self._allowed(chosen) and not self._tried(chosen)[1]
 
     def _tried(self, chosen: frozenset[_Unit]) -> tuple[float, tuple[Failure, ...]]:
         """The noise with these units in original precision, and the bounds that do not hold."""
