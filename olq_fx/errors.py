@@ -45,6 +45,14 @@ class UnsupportedError(OlqFxError, NotImplementedError):
     """An operation on a converted weight that has no meaning, named with what to do instead."""
 
 
+class ComparisonError(OlqFxError, ValueError):
+    """Two runs cannot be compared: their outputs or steps differ in number, name or shape."""
+
+
+class MissingPackageError(OlqFxError, ImportError):
+    """An optional package is needed and not installed; the message says which extra brings it."""
+
+
 class OlqFxWarning(UserWarning):
     """A questionable but harmless request, such as an unmatched pattern with `strict=False`."""
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import json
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -127,3 +129,142 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 def unchanged() -> Callable[[nn.Module], contextlib.AbstractContextManager[None]]:
     """A context that asserts that a model leaves it with the same tensors, bits and module classes."""
     return _unchanged
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """What a command line left: its exit code and both streams."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        """The output, which must be strict JSON."""
+        return json.loads(self.out, parse_constant=_refuse)
+
+
+def _refuse(name: str) -> float:
+    raise AssertionError(f"{name} is no strict JSON")
+
+
+MODELS_ON_THE_COMMAND_LINE = """
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+torch.manual_seed(0)
+
+
+def stack():
+    return nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32))
+
+
+def inputs():
+    return [torch.randn(4, 64, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+
+
+def wide():
+    return (torch.zeros(2, 65),)
+
+
+def loop(model, call):
+    for step in range(3):
+        yield model(call + torch.randn(call.shape))
+
+
+class Uses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.known = nn.Linear(64, 32)
+        for name in ("f_linear", "times_t"):
+            self.register_parameter(name, nn.Parameter(torch.randn(32, 64) / 8))
+        self.mm = nn.Parameter(torch.randn(64, 32) / 8)
+
+    def forward(self, x):
+        return self.known(x) + linear(x, self.f_linear) + x @ self.times_t.T + x.mm(self.mm)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens, self.proj, self.twin = nn.Embedding(50, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.lm_head = nn.Linear(64, 50, bias=False)
+        self.twin.weight, self.lm_head.weight = self.proj.weight, self.embed_tokens.weight
+
+    def forward(self, ids):
+        return self.lm_head(self.twin(self.proj(self.embed_tokens(ids))))
+
+
+class AdaLayerNormZero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 384)
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"gate": nn.Linear(64, 4, bias=False)})
+        self.mlp["experts"] = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm1 = AdaLayerNormZero()
+
+
+def broken():
+    raise RuntimeError("no luck\\ntoday")
+
+
+def stopped():
+    raise KeyboardInterrupt
+
+
+def leaves():
+    raise SystemExit(7)
+
+
+def nan():
+    model = stack()
+    model[0].weight.data[0, 0] = float("nan")
+    return model
+
+
+def speaks():
+    print("a model that prints while it is built")
+    return stack()
+
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(64, 32)
+
+    def forward(self, x):
+        raise ValueError("cannot do this")
+
+
+number = 3
+ready = stack()
+"""
+
+
+@pytest.fixture
+def olq(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """Runs `olq-fx` in this process, in a folder of its own where the module `cases` holds models."""
+    from olq_fx.cli import main
+
+    (tmp_path / "cases.py").write_text(MODELS_ON_THE_COMMAND_LINE)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Ended:
+        capsys.readouterr()
+        before = list(sys.path)
+        code = main(arguments)
+        assert sys.path == before
+        streams = capsys.readouterr()
+        return Ended(code, streams.out, streams.err)
+
+    yield run
+    sys.modules.pop("cases", None)

@@ -52,7 +52,20 @@ def loaded() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "heavy", ["triton", "torchao", "transformers", "torch._inductor", "torch._dynamo", "rich", "regex", "yaml"]
+    "heavy",
+    [
+        "triton",
+        "torchao",
+        "transformers",
+        "torch._inductor",
+        "torch._dynamo",
+        "rich",
+        "regex",
+        "yaml",
+        "click",
+        "matplotlib",
+        "olq_fx.comparison",
+    ],
 )
 def test_import_loads_nothing_heavy(loaded: dict[str, list[str]], heavy: str):
     assert [m for m in loaded["added"] if m == heavy or m.startswith(f"{heavy}.")] == []

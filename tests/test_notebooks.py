@@ -16,7 +16,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def test_there_are_notebooks():
-    assert [path.name for path in NOTEBOOKS][:1] == ["01_quickstart.ipynb"]
+    assert [path.name for path in NOTEBOOKS][:2] == ["01_quickstart.ipynb", "02_configuration.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

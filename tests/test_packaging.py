@@ -91,6 +91,7 @@ def test_wheel_says_what_it_is(wheel: Path):
         info = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
     assert info["top_level.txt"].split() == ["olq_fx"]
     assert "[torch_dynamo_backends]\nolq_fx = olq_fx.dynamo:dynamo_backend" in info["entry_points.txt"]
+    assert "[console_scripts]\nolq-fx = olq_fx.cli:entry" in info["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in info["METADATA"]
     assert "Apache License" in info["LICENSE"]
     assert wheel.name.endswith("-py3-none-any.whl")

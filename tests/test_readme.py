@@ -5,6 +5,7 @@
 
 import doctest
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import olq_fx
+from olq_fx.cli import cli, main
+from olq_fx.cli_answers import EXIT_CODES
 from olq_fx.formats import get_format
 from olq_fx.numerics import quantized_bytes
 from olq_fx.schemes import SCHEMES
@@ -47,6 +50,18 @@ def report_block() -> str:
     return f"```text\n{olq_fx.quantize_(layers, {'linear': 'int8', 'ignore': ['down']})}\n```"
 
 
+def command_table() -> str:
+    """Markdown, one row a command of `olq-fx`."""
+    rows = [f"| `olq-fx {name}` | {(command.help or '').splitlines()[0]} |" for name, command in cli.commands.items()]
+    return "\n".join(["| command | what it does |", "| --- | --- |", *rows])
+
+
+def exit_code_table() -> str:
+    """Markdown, one row an exit code of `olq-fx`."""
+    rows = [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
+    return "\n".join(["| exit code | meaning |", "| --- | --- |", *rows])
+
+
 def results_block() -> str:
     """The saved tables of the demos and benchmarks that are short enough to show, and links to the others."""
     saved = {path.stem: path.read_text().strip() for path in sorted(RESULTS.glob("*.md"))}
@@ -58,7 +73,13 @@ def results_block() -> str:
 
 def tables() -> dict[str, str]:
     """Every generated part of the README, by the name in its markers."""
-    return {"schemes": scheme_table(), "report": report_block(), "results": results_block()}
+    return {
+        "schemes": scheme_table(),
+        "report": report_block(),
+        "commands": command_table(),
+        "exit_codes": exit_code_table(),
+        "results": results_block(),
+    }
 
 
 def between(name: str) -> re.Pattern[str]:
@@ -80,7 +101,7 @@ def test_tables_are_the_generated_ones(name: str):
     assert shown == f"{tables()[name]}\n", "run `make readme`"
 
 
-@pytest.mark.parametrize("name", ["schemes", "report", "results"])
+@pytest.mark.parametrize("name", ["schemes", "report", "commands", "exit_codes", "results"])
 def test_the_table_is_shown(name: str):
     assert f"<!-- {name} -->" in README.read_text()
 
@@ -104,6 +125,26 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         else:
             exec(compile(block, f"README.md, block {number}", "exec"), names)
     assert runner.summarize(verbose=False).failed == 0
+
+
+def command_lines() -> list[list[str]]:
+    """The lines of `olq-fx` that the README shows, as words."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("olq-fx ")]
+
+
+def test_command_lines_are_shown():
+    assert {words[0] for words in command_lines()} >= {"plan", "compare", "run"}
+
+
+@pytest.mark.parametrize("words", command_lines(), ids=lambda words: words[0])
+def test_command_lines_run(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 0
+    streams = capsys.readouterr()
+    assert streams.out
+    assert streams.err == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
