@@ -112,6 +112,7 @@ def pairs() -> Answer:
         show_default=True,
         help="Whose kernels to predict; it need not be there.",
     ),
+    click.option("--against", metavar="NAME|JSON|FILE", help="Show what becomes otherwise than by this configuration."),
     click.option("--meta/--no-meta", default=True, help="Build the model without memory (the default) or with it."),
 )
 @_answering
@@ -121,6 +122,8 @@ def plan(ctx: click.Context, /, model: str, dtype: str, strict: bool, **options:
     from olq_fx import cli_models, cli_plan
 
     wanted = {name: options[name] for name in ("inputs", "meta", "device")}
+    if options["against"] is not None:
+        wanted["against"] = olq_fx.QuantizationConfig.parse(options["against"])
     return cli_plan.plan(model, config_of(ctx), strict=strict, dtype=cli_models.dtype_of(dtype), **wanted)
 
 

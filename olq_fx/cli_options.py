@@ -1,7 +1,7 @@
 """Options that several commands share, and the configuration that they mean.
 
 `--quantization-config.moe.activation mxfp8` sets one key of the configuration. A value is JSON, else a plain string. A
-key that ends in `+` adds to a list. What follows `targets.` is one pattern, dots and all.
+key that ends in `+` adds to a list. Dotted keys and those of a text are joined.
 
 API:
     ConfiguredCommand       a click command that takes dotted keys
@@ -12,14 +12,15 @@ API:
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
 from olq_fx import configuration_sources as sources
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import ConfigurationError, shown
+from olq_fx.configuration_dotted import from_dotted
+from olq_fx.errors import ConfigurationError, nearest, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 Dotted = tuple[str, str]
@@ -112,50 +113,53 @@ def config_of(context: click.Context) -> QuantizationConfig:
             "or --quantization-config JSON|FILE"
         )
     keys = sources.read(texts[0]) if texts else {}
+    whole = [(path, _given(path, value)) for path, value in dotted if not path.endswith("+")]
+    keys = _joined(keys, sources.read(from_dotted(whole)), "") if whole else keys
     for path, value in dotted:
-        _insert(keys, path, value)
+        if path.endswith("+"):
+            _add(keys, path.removesuffix("+"), value)
     if schemes:
         keys = sources.merge({"quantization": schemes[0]}, keys, "(as --quantization and in the configuration)")
     return QuantizationConfig.parse(keys)
 
 
-def _insert(keys: dict[str, Any], path: str, text: str) -> None:
-    """Set one dotted key."""
-    adds = path.endswith("+")
-    *parents, last = _segments(path.removesuffix("+"))
-    where: dict[str, Any] = keys
-    for depth, parent in enumerate(parents):
-        inner = where.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            before = ".".join(parents[: depth + 1])
-            raise ConfigurationError(f"{before} is {shown(inner)} already, so {path!r} cannot be set within it")
-        where[parent] = where = dict(inner)
+def _given(path: str, text: str) -> object:
+    """The value of a key; text that is to be read as such stays what it was."""
     value = _value(text)
-    if last in _PATTERNS and not isinstance(value, (str, list, type(None))):
-        value = text  # a layer may be called 0
-    if adds:
-        listed = where.get(last) or []
-        where[last] = [*([listed] if isinstance(listed, str) else listed), value]
-    elif last in where and where[last] != value:
-        raise ConfigurationError(f"{path!r} is given twice with different values: {shown(where[last])}, {shown(value)}")
-    else:
-        where[last] = value
+    if not path.startswith("targets.") and _last(path) in _PATTERNS and not isinstance(value, (str, list, type(None))):
+        return [text]  # a layer may be called 0
+    return text if isinstance(value, str) else value
 
 
-def _segments(path: str) -> list[str]:
-    """The keys on the way; a pattern below `targets` is one, and so is the name of a component."""
-    head, _, tail = path.partition(".")
-    name = head.replace("-", "_")
-    name = sources.KEY_ALIASES.get(name, name)
-    if name == "targets" and tail:
-        return [name, tail]
-    if name == "components" and tail:
-        component, _, rest = tail.partition(".")
-        return [name, component, *(_segments(rest) if rest else ())]
-    found = [name, *(tail.split(".") if tail else ())]
-    if not all(found) or path.endswith("."):
-        raise ConfigurationError(f"--quantization-config.{path}: a key is empty")
-    return found
+def _last(path: str) -> str:
+    name = path.rpartition(".")[2].replace("-", "_")
+    return sources.KEY_ALIASES.get(name, name)
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keys of a text and of dotted keys; dictionaries are joined where they give different keys."""
+    joined = dict(first)
+    for key, value in second.items():
+        path = f"{where}{key}"
+        if key not in joined:
+            joined[key] = value
+        elif isinstance(joined[key], Mapping) and isinstance(value, Mapping):
+            joined[key] = _joined(joined[key], value, f"{path}.")
+        elif joined[key] != value:
+            both = f"{shown(joined[key])} and {shown(value)}"
+            raise ConfigurationError(f"{path!r} is given twice with different values: {both}")
+    return joined
+
+
+def _add(keys: dict[str, Any], path: str, text: str) -> None:
+    """Add one pattern to a list."""
+    name = _last(path)
+    if "." in path or name not in _PATTERNS:
+        raise ConfigurationError(f"--quantization-config.{path}+ adds to a list; {nearest(name, _PATTERNS)}")
+    before = keys.get(name) or []
+    value = _given(path, text)
+    added = value if isinstance(value, list) else [text]
+    keys[name] = [*([before] if isinstance(before, str) else before), *added]
 
 
 def _value(text: str) -> Any:

@@ -15,6 +15,7 @@ from olq_fx.comparison_runs import calls_of
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.passes.capture import linear_uses
 from olq_fx.plan import plan_for
+from olq_fx.plan_diff import diff_plans
 
 
 def plan(
@@ -26,6 +27,7 @@ def plan(
     device: str,
     dtype: torch.dtype | None,
     meta: bool,
+    against: QuantizationConfig | None = None,
 ) -> Answer:
     """The plan of a model.
 
@@ -37,12 +39,16 @@ def plan(
         device: the kind of device whose kernels the plan predicts; it need not be there.
         dtype: of the model; None for its own.
         meta: build it without memory.
+        against: another configuration, to show only what the plan has otherwise than its; or None.
     """
     source = source_of(model)
     built = source.on_meta(dtype) if meta else source.load(dtype, None)
     candidates = candidates_of(built) if inputs is None else _traced(built, call_named(inputs, "--inputs"), meta)
     placed = [dataclasses.replace(candidate, device=torch.device(device)) for candidate in candidates]
     found = plan_for(config, built, strict=strict, candidates=placed)
+    if against is not None:
+        difference = diff_plans(plan_for(against, built, strict=strict, candidates=placed), found)
+        return Answer(difference.to_dict(), str(difference))
     return Answer(found.to_dict(), str(found))
 
 

@@ -3,10 +3,9 @@
 from typing import Any, Literal
 
 from olq_fx.cli_answers import Answer
-from olq_fx.format_pairs import pairs
 from olq_fx.formats import FORMATS, Format
 from olq_fx.numerics import quantized_bytes
-from olq_fx.schemes import ALIASES, SCHEMES, Scheme, Slot
+from olq_fx.schemes import ALIASES, SCHEMES, Scheme, Slot, pairs
 from olq_fx.tables import table_of
 
 _SIZE = 4096
@@ -40,11 +39,11 @@ def _scheme_row(scheme: Scheme) -> dict[str, object]:
     }
 
 
-def _slot(slot: Slot) -> dict[str, str | None]:
+def _slot(slot: Slot) -> dict[str, Any]:
     return {"weight": slot.weight, "activation": slot.activation}
 
 
-def _slot_text(slot: dict[str, str | None]) -> str:
+def _slot_text(slot: dict[str, Any]) -> str:
     return f"{slot['weight']} / {slot['activation'] or 'none'}"
 
 
@@ -94,14 +93,16 @@ def _group(group: tuple[int | None, int | None]) -> str:
 
 
 def format_pairs() -> Answer:
-    """Every weight format with every activation format: whether it works, or why it is refused."""
+    """Every weight format with every activation format: all work; which is the default, and which schemes mean it."""
     found = pairs()
-    rows = [{"weight": p.weight, "activation": p.activation, "works": not p.refused, "why": p.refused} for p in found]
-    activations = list(dict.fromkeys(pair.activation for pair in found))
+    rows = [
+        _slot(pair.slot) | {"works": True, "default": pair.default, "schemes": list(pair.schemes)} for pair in found
+    ]
+    activations = list(dict.fromkeys(pair.slot.activation for pair in found))
     cells = []
-    for weight in dict.fromkeys(pair.weight for pair in found):
-        refused = {pair.activation: pair.refused for pair in found if pair.weight == weight}
-        cells.append((weight, *("no" if refused[name] else "yes" for name in activations)))
+    for weight in dict.fromkeys(pair.slot.weight for pair in found):
+        own = {pair.slot.activation: pair for pair in found if pair.slot.weight == weight}
+        cells.append((weight, *("default" if own[name].default else "yes" for name in activations)))
     heads: dict[str, Literal["left", "right"]] = {"weight": "left"}
     heads.update((f"with {name or 'none'}", "left") for name in activations)
     return Answer(rows, table_of(heads, cells))

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -71,7 +72,18 @@ def suggest(
 def with_ignored(config: QuantizationConfig, patterns: Sequence[str]) -> QuantizationConfig:
     """A configuration that leaves these layers alone too."""
     keys = config.to_dict()
-    return QuantizationConfig.parse(keys | {"ignore": [*keys.get("ignore", ()), *patterns]})
+    for pattern in patterns:
+        own = _part_of(keys, pattern)
+        own["ignore"] = [*own.get("ignore", ()), pattern]
+    return QuantizationConfig.parse(keys)
+
+
+def _part_of(keys: dict[str, Any], path: str) -> dict[str, Any]:
+    """The keys that speak of a layer: those of the component with the longest prefix of its path, or the outer ones."""
+    components = keys.get("components", {})
+    prefixes = [prefix for prefix in components if f"{path}.".startswith(f"{prefix}.")]
+    part: dict[str, Any] = components[max(prefixes, key=len)] if prefixes else keys
+    return part
 
 
 def _config_with(config: QuantizationConfig, units: Iterable[_Unit]) -> QuantizationConfig:

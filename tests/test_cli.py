@@ -2,19 +2,16 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-import torch
 
 import olq_fx
 from olq_fx.cli import cli
 from olq_fx.cli_answers import EXIT_CODES
-from olq_fx.format_pairs import pairs
 from olq_fx.formats import FORMATS
 from olq_fx.schemes import SCHEMES
 
@@ -49,6 +46,8 @@ COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0"
         ((*PLAN, "-q", "int8", "--device", "cuda"), "cuda"),
         ((*PLAN, "-q", "int8", "--no-meta", "--dtype", "bfloat16"), "bfloat16"),
         (("plan", "cases:ready", "-q", "int8"), "2 of 2 weights"),
+        ((*PLAN, "-q", "int8", "--against", "mxfp4"), "int8_per_channel_static"),
+        ((*PLAN, "-q", "int8", "--against", '{"quantization": "int8", "ignore": ["0"]}'), "0.weight"),
         (("plan", "cases:Uses", "-q", "int8", "--inputs", "cases:inputs"), "4 of 4 weights"),
         ((*COMPARE, "-q", "mxfp8"), "relative_l2"),
         ((*COMPARE, "-q", "mxfp8", "--fail-under", "cosine=0.9,psnr_db=20"), "all bounds hold"),
@@ -90,7 +89,7 @@ def test_what_works(olq, arguments, said):
         (
             (*PLAN, "--quantization-config.linear", "mxfp4", "--quantization-config.linear.weight", "mxfp8"),
             2,
-            "already",
+            "whole",
         ),
         ((*PLAN, "--quantization-config.linear", "mxfp4", "--quantization-config.linear", "mxfp8"), 2, "twice"),
         ((*PLAN, "--quantization-config.mxfp4_scale", '{"weight": 1, "weight": 2}'), 2, "stands twice"),
@@ -197,21 +196,9 @@ def test_tables_are_the_tables(olq):
     weights = [format for format in FORMATS.values() if format.weight]
     activations = [format for format in FORMATS.values() if format.activation]
     assert len(found) == len(weights) * (len(activations) + 1)
-
-
-def test_every_pair_is_what_it_says():
-    """A pair that works has a value; one that does not is refused when the configuration is built."""
-    x = torch.randn(3, 48)
-    for pair in pairs():
-        config = {"linear": {"weight": pair.weight, "activation": pair.activation}}
-        model = torch.nn.Sequential(torch.nn.Linear(48, 24))
-        if pair.refused:
-            with pytest.raises(olq_fx.OlqFxError, match=re.escape(pair.refused)):
-                olq_fx.QuantizationConfig.parse(config)
-        else:
-            expected = model(x)
-            olq_fx.quantize_(model, config)
-            assert (model(x) - expected).norm() < 0.3 * expected.norm(), pair
+    assert all(row["works"] for row in found)
+    assert {row["weight"] for row in found if row["default"]} == {format.name for format in weights}
+    assert {name for row in found for name in row["schemes"]} == set(SCHEMES)
 
 
 # One configuration in all its spellings
@@ -246,6 +233,22 @@ def test_a_pattern_keeps_its_dots(olq):
         "plan", "cases:Routed", "-q", "online", "--quantization-config.targets.mlp.experts.1", "mxfp4", "--json"
     ).data
     assert data["config"]["targets"] == {"mlp.experts.1": {"weight": "mxfp4", "activation": "mxfp4"}}
+
+
+def test_a_component_keeps_the_dots_of_its_prefix(olq):
+    keys = ("--quantization-config.components.mlp.experts.quantization", "int8")
+    data = olq("plan", "cases:Routed", *keys, "--quantization-config.components.default", "null", "--json").data
+    formats = {row["path"]: row["slot"] and row["slot"]["weight"] for row in data["rows"] if "experts" in row["path"]}
+    assert set(formats.values()) == {"int8_per_channel_static"}
+
+
+def test_what_two_configurations_do_differently(olq):
+    data = olq(*PLAN, "-q", "int8", "--against", '{"quantization": "int8", "ignore": ["0"]}', "--json").data
+    [changed] = data["changed"]
+    assert changed["before"]["decision"] == "leave"
+    assert changed["after"]["path"] == "0.weight"
+    assert olq(*PLAN, "-q", "int8", "--against", "INT8", "--json").data["changed"] == []
+    assert olq(*PLAN, "-q", "int8", "--against", "int9").code == 2
 
 
 def test_without_strict_an_unmatched_pattern_is_a_warning(olq):

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -409,6 +410,18 @@ def test_what_has_no_meaning(arguments, error, said, unchanged):
     given = {"config": "int8", "inputs": torch.randn(2, 32), "repeat": 0} | arguments
     with unchanged(model), pytest.raises(error, match=said):
         olq_fx.compare(model, **given)
+
+
+def test_a_suggested_list_for_components():
+    model = nn.Sequential(OrderedDict({"a": stack(64, 96, 64), "a_2": stack(64, 96, 48, 32)}))
+    config = {"components": {"a": "mxfp4", "a_2": {"linear": "mxfp4", "ignore": ["a_2.0"]}}}
+    x = torch.randn(8, 64)
+    bound = 0.3 + olq_fx.compare(model, config, x, repeat=0).outputs["output"].sqnr_db
+    found = olq_fx.compare(model, config, x, bounds={"sqnr_db": bound}, suggest_ignore=True, repeat=0)
+    assert found.suggestion.ignore
+    assert found.suggestion.failures == ()
+    assert found.suggestion.config.components != found.config.components
+    assert not found.suggestion.config.ignore
 
 
 def test_a_list_beside_targets_cannot_be_suggested():
