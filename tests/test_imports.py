@@ -86,10 +86,13 @@ SETTINGS = """
 import json, logging, os, random, sys, warnings
 import torch, torch._dynamo.config, torch._functorch.config, torch._inductor.config
 
+def written(value):  # equal sets may list their members in different orders
+    return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+
 def snapshot():
     configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
     return {
-        **{c.__name__: repr(sorted(c.get_config_copy().items(), key=lambda kv: kv[0])) for c in configs},
+        **{c.__name__: [(k, written(v)) for k, v in sorted(c.get_config_copy().items())] for c in configs},
         "environment": dict(os.environ),
         "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "precision": [str(torch.get_default_dtype()), torch.get_float32_matmul_precision()],

@@ -102,11 +102,15 @@ import json, sys, warnings
 import torch
 import torch._dynamo, torch._functorch.config, torch._inductor.config
 
+def written(value):  # equal sets may list their members in different orders
+    return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+
+
 def settings():
     return {
-        "inductor": {k: repr(v) for k, v in torch._inductor.config.get_config_copy().items()},
-        "dynamo": {k: repr(v) for k, v in torch._dynamo.config.get_config_copy().items()},
-        "functorch": {k: repr(v) for k, v in torch._functorch.config.get_config_copy().items()},
+        "inductor": {k: written(v) for k, v in torch._inductor.config.get_config_copy().items()},
+        "dynamo": {k: written(v) for k, v in torch._dynamo.config.get_config_copy().items()},
+        "functorch": {k: written(v) for k, v in torch._functorch.config.get_config_copy().items()},
         "torch": repr([
             torch.get_default_dtype(), torch.get_num_threads(), torch.get_num_interop_threads(),
             torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.get_default_device(),
