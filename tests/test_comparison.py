@@ -403,7 +403,7 @@ def test_layers_that_cannot_be_compared_are_named():
         ({"config": "fp9"}, ConfigurationError, "fp8"),
         ({"config": {"linear": "int8", "ignore": ["nothing"]}}, PlanError, "nothing"),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else getattr(value, "__name__", str(value)),
 )
 def test_what_has_no_meaning(arguments, error, said, unchanged):
     model = stack(32, 16)
