@@ -422,6 +422,23 @@ def autocast_entries(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return sorted(found)
 
 
+def transformed_nodes(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
+    """The nodes of a graph that run within torch.vmap, torch.func.grad and the like; usually none.
+
+    A graph enters and leaves such a level by calls, which stand in other modules from one torch to the next.
+    """
+    depth, found = 0, []
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name.endswith("_increment_nesting"):
+            depth += 1
+        elif name.endswith("_decrement_nesting"):
+            depth -= 1
+        elif depth:
+            found.append(node)
+    return frozenset(found)
+
+
 def autocast_state() -> tuple[Any, ...]:
     """What autocast does at this moment, on every device that may have it on."""
     state: list[Any] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from olq_fx import torch_private
 from olq_fx.candidates import Candidate
 from olq_fx.passes import canonical
 from olq_fx.passes.base import Reject
@@ -25,6 +26,7 @@ from olq_fx.schemes import Slot
 from olq_fx.weights import QuantizedWeight
 
 _OWNER = "olq_fx_owner"
+_TRANSFORMED = "used within torch.vmap or torch.func, whose tensors a quantized product does not take in a graph"
 _TWO_ORIENTATIONS = "it is used both as (N, K) and as (K, N), so that its reduction axis is not one"
 
 
@@ -105,12 +107,14 @@ def weight_uses(gm: GraphModule) -> tuple[WeightUses, ...]:
 
 def uses_of_inputs(inputs: Iterable[Node]) -> tuple[WeightUses, ...]:
     """The uses of those of some graph inputs that are dense matrices of a static shape."""
-    found = [uses for node in inputs if (uses := _uses(node)) is not None]
+    inputs = tuple(inputs)
+    transformed = torch_private.transformed_nodes(inputs[0].graph) if inputs else frozenset[Node]()
+    found = [uses for node in inputs if (uses := _uses(node, transformed)) is not None]
     operands = {operand for uses in found for operand in uses.operands}
     return tuple(_without_products_of_weights(uses, operands) for uses in found)
 
 
-def _uses(weight: Node) -> WeightUses | None:
+def _uses(weight: Node, transformed: Container[Node]) -> WeightUses | None:
     view = stored_matrix(weight)
     if view is None:
         return None
@@ -121,6 +125,9 @@ def _uses(weight: Node) -> WeightUses | None:
         if user.target is canonical.linear:
             continue
         operands.append(operand)
+        if user in transformed:
+            others.append(Reject(_where(user), _TRANSFORMED))
+            continue
         contraction = contraction_of(user, operand)
         if contraction is None:
             others.append(Reject(_where(user), f"used by {target_name(user)}, which is no linear layer"))

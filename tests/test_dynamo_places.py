@@ -1,6 +1,7 @@
 """Wherever a frame finds its parameters (module trees, closures, globals, lists), they are replaced there and named."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -293,3 +294,39 @@ def test_kernels_are_not_compiled_where_dynamo_gives_up(inner: Count):
     compiled = torch.compile(model, backend=olq_fx.backend("int8", inner=inner))
     assert torch.equal(compiled(X), model(X))
     assert inner.compilations == 0
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "vmap": lambda layer, x: torch.vmap(layer)(x),
+    "vmap of vmap": lambda layer, x: torch.vmap(torch.vmap(layer))(x[:, None])[:, 0],
+    "vmap of an attention": lambda layer, x: torch.vmap(lambda row: layer(row, row, row)[0])(x[:, None])[:, 0],
+    "grad": lambda layer, x: torch.func.grad(lambda row: layer(row).sum())(x),
+    "vmap of grad": lambda layer, x: torch.vmap(torch.func.grad(lambda row: layer(row).sum()))(x),
+    "vjp": lambda layer, x: torch.func.vjp(layer, x)[1](x)[0],
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["backend", "quantize_ first"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_functions_leave_their_weights_alone(name: str, first: bool, inner: Count):
+    """A captured graph enters and leaves a level of torch.vmap; what was converted before stays converted and works."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.MultiheadAttention(K, 2) if "attention" in name else nn.Linear(K, K)
+            self.outside = nn.Linear(K, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outside(TRANSFORMS[name](self.inside, x))
+
+    model = Model().eval()
+    if first:
+        olq_fx.quantize_(model, "int8")
+    backend = olq_fx.backend("int8", inner=inner)
+    y = torch.compile(model, backend=backend)(X)
+    torch.testing.assert_close(y, model(X))
+    inside = [row for row in backend.report.plan.rows if row.path.startswith("inside")]
+    assert first or all("torch.vmap or torch.func" in row.reason for row in inside)
+    assert isinstance(model.outside.weight, QuantizedWeight)
+    assert any(isinstance(weight, QuantizedWeight) for weight in model.inside.parameters()) == first
