@@ -117,9 +117,17 @@ def _result(
     for sums in steps:
         for name, difference in sums.items():
             whole.setdefault(name, Difference()).merge(difference)
+    if not any(difference.count for difference in whole.values()):
+        raise ComparisonError(f"nothing was compared: what was returned has no elements ({', '.join(whole)})")
     by_step = tuple({name: difference.metrics() for name, difference in sums.items()} for sums in steps)
     outputs = {name: difference.metrics() for name, difference in whole.items()}
-    return Measured(outputs, by_step, {path: seen.of(path) for path in layers}, likelihood.pair(), seen.notes())
+    notes = tuple(
+        f"{metrics.nonfinite} of {metrics.count} elements of {name!r} are NaN or infinite in one of the models or in both"
+        for name, metrics in outputs.items()
+        if metrics.nonfinite
+    )
+    compared = {path: seen.of(path) for path in layers}
+    return Measured(outputs, by_step, compared, likelihood.pair(), notes + seen.notes())
 
 
 class _Layers:

@@ -40,7 +40,7 @@ class Metrics:
         top1: of logits, at which share of the positions the largest one is the same; else None.
         exact: whether both are equal.
         nonfinite: how many elements of either are NaN or infinite. Where both hold the same value there it is left
-            out (a mask of -inf); otherwise every error is NaN.
+            out (a mask of -inf); otherwise, and where nothing else is left, every number is NaN.
     """
 
     count: int
@@ -147,9 +147,10 @@ class Difference:
             self.agreed += int((there.argmax(-1) == here.argmax(-1)).sum())
 
     def metrics(self) -> Metrics:
-        """What the sums say; NaN where nothing was compared or values were not finite in one of the two only."""
+        """What the sums say; NaN where no value was finite, or one was not in one of the two only."""
         compared = self.count - self.nonfinite
-        spoilt = math.nan if self.broken else 0.0
+        undefined = self.broken or (self.count > 0 and compared == 0)
+        spoilt = math.nan if undefined else 0.0
         mse = spoilt + (self.squares / compared if compared else 0.0)
         return Metrics(
             count=self.count,
@@ -163,7 +164,7 @@ class Difference:
             sqnr_db=spoilt + _decibel(self.reference, self.squares),
             kl=spoilt + max(self.divergence / self.positions, 0.0) if self.positions else None,
             top1=spoilt + self.agreed / self.positions if self.positions else None,
-            exact=not self.broken and self.largest == 0.0,
+            exact=not undefined and self.largest == 0.0,
             nonfinite=self.nonfinite,
         )
 

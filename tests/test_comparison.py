@@ -334,6 +334,18 @@ def test_the_candidate_is_whole_again_after_the_search_of_tied_weights():
     assert type(model[0].weight) is nn.Parameter
 
 
+def test_values_that_no_number_tells_of():
+    """NaN in both models is no agreement, and an empty batch is no comparison."""
+    model, x = stack(64, 32), torch.randn(2, 64)
+    found = olq_fx.compare(model, "int8", x * torch.nan, bounds={"cosine": 0.5}, repeat=0)
+    assert [failure.metric for failure in found.failures] == ["cosine"]
+    assert "64 of 64 elements of 'output' are NaN" in str(found)
+    x[0, 0] = torch.nan
+    assert "32 of 64 elements of 'output' are NaN" in str(olq_fx.compare(model, "int8", x, repeat=0))
+    with pytest.raises(ComparisonError, match="no elements"):
+        olq_fx.compare(model, "int8", torch.zeros(0, 64), repeat=0)
+
+
 # What is said
 
 

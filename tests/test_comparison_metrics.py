@@ -124,6 +124,15 @@ def test_a_value_that_only_one_of_them_lost_spoils_every_number(odd: float):
         assert failures_of(bounds, "x", {name: getattr(found, name) for name in NUMBERS})
 
 
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_without_a_finite_value_every_number_is_undefined(odd: float):
+    """Two models that both return nothing but NaN are not found to be equal."""
+    found = measured(torch.full((2, 3), odd), torch.full((2, 3), odd), logits=True)
+    assert all(math.isnan(getattr(found, name)) for name in NUMBERS)
+    assert (found.exact, found.nonfinite) == (False, 6)
+    assert failures_of({"cosine": -1.0}, "x", {"cosine": found.cosine})
+
+
 @pytest.mark.parametrize("pair", [([0.0], [1.0]), ([1.0], [1.0]), ([1.0], [math.nan])], ids=str)
 def test_json_has_no_number_that_json_lacks(pair: tuple[list[float], list[float]]):
     text = json.dumps(measured(*map(torch.tensor, pair)).to_dict(), allow_nan=False)
