@@ -28,6 +28,8 @@ _PLAIN = (Tensor, nn.Parameter)
 def _linear(func: Any, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if is_plain(input, weight, bias):
         return _flattened(input, lambda flat: along_k(flat, weight, bias))
+    if type(input) in _PLAIN and isinstance(weight, QuantizedWeight):
+        _check_input(input, weight)
     if input.dim() in (0, 2) or not _is_matrix(weight) or not _same_dtype(input, bias):
         result: Tensor = func(input, weight, bias)
         return result
@@ -38,6 +40,8 @@ def is_plain(input: Tensor, weight: Any, bias: Tensor | None) -> bool:
     """Whether a linear layer is the eager case: its operator, which has a gradient, can be called without detours."""
     return (
         type(input) in _PLAIN
+        and not input.is_nested
+        and input.layout is torch.strided
         and (bias is None or (type(bias) in _PLAIN and bias.dtype == input.dtype))
         and _is_matrix(weight)
         and not weight.spec.transposed
@@ -47,8 +51,26 @@ def is_plain(input: Tensor, weight: Any, bias: Tensor | None) -> bool:
         and input.dim() > 0
         and input.shape[-1] == weight.shape[-1]
         and torch_private.runs_at_once()
+        and not input.is_meta
         and not torch.is_autocast_enabled(input.device.type)
     )
+
+
+def _check_input(input: Tensor, weight: QuantizedWeight) -> None:
+    """Refuse tensors that are no dense rows, and a call without data of a weight that has some, before either fails.
+
+    Raises:
+        UnsupportedError: `input` is nested or sparse.
+        RuntimeError: it is on meta, as torch says of plain tensors.
+    """
+    if input.is_nested or input.layout is not torch.strided:
+        kind = "nested" if input.is_nested else str(input.layout).removeprefix("torch.")
+        raise UnsupportedError(
+            f"a product of {weight.label}, which is quantized, with a {kind} tensor is not defined; pass a dense one "
+            "(of nested ones those with layout=torch.jagged work)"
+        )
+    if input.is_meta and weight.pending is None:
+        raise RuntimeError(f"the input is on the device meta and {weight.label} on {weight.device}")
 
 
 def _same_dtype(input: Tensor, bias: Tensor | None) -> bool:

@@ -1,12 +1,14 @@
 """Products with a converted weight: values, dtypes, refusals and gradients are those of the layer it stands in."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import olq_fx
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import FORMATS
 from olq_fx.schemes import SCHEMES
@@ -398,3 +400,30 @@ def test_transformer_encoder_takes_no_path_around_quantization(padded: bool):
         inference = encoder(x, src_key_padding_mask=mask)
     torch.testing.assert_close(fast, slow)
     torch.testing.assert_close(inference, slow)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "_mkldnn", "meta"])
+def test_inputs_that_are_no_dense_rows_are_refused_by_name(kind: str, bias: bool):
+    """Each of them failed deep inside, in words that name neither the weight nor what was wrong."""
+    x, layer = torch.ones(4, 64), nn.Linear(64, 32, bias=bias)
+    made = {
+        "sparse_coo": x.to_sparse,
+        "sparse_csr": x.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor([x[:1], x[1:]]),
+        "_mkldnn": x.to_mkldnn,
+        "meta": lambda: x.to("meta"),
+    }
+    olq_fx.quantize_(layer, "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: these tensors are in a beta state
+        odd = made[kind]()
+    with pytest.raises(RuntimeError if kind == "meta" else UnsupportedError, match=f"(?s)(weight.*{kind}|{kind}.*weight)"):
+        layer(odd)
+
+
+def test_jagged_input_is_its_rows():
+    layer, rows = nn.Linear(64, 32), (torch.randn(2, 64), torch.randn(3, 64))
+    olq_fx.quantize_(layer, "int8")
+    jagged = torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+    assert_same_bits(layer(jagged).values(), layer(torch.cat(rows)))
