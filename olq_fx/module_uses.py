@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Container, Iterator
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -21,6 +22,7 @@ from olq_fx.schemes import Slot
 CandidateKind = Literal["linear", "moe", "embedding"]
 
 EXPERTS_NOT_YET = "expert weights in one tensor are not converted in this version"
+SCRIPTED = "its module is TorchScript, whose code takes plain tensors only; quantize the module that it was made from"
 COMPUTED = "its weight is computed by {how}, not stored; remove the parametrization first"
 
 _ATTENTION_WEIGHTS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
@@ -125,6 +127,9 @@ def output_embeddings(model: nn.Module) -> frozenset[int]:
 def uses_of(place: Place, outputs: Container[int]) -> Iterator[Use]:
     """The weights among the parameters of one module (not those of its children), with their uses."""
     module = place.module
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from _scripted(place, outputs)
+        return
     if not module._parameters and "parametrizations" not in module._modules:
         return
     computed = _computed(module)
@@ -140,6 +145,14 @@ def uses_of(place: Place, outputs: Container[int]) -> Iterator[Use]:
             use = _use(place, leaf, tensor, outputs)
             if use is not None:
                 yield use
+
+
+def _scripted(place: Place, outputs: Container[int]) -> Iterator[Use]:
+    """The matrices of a compiled module, whose class no longer says what it does with them."""
+    for leaf, tensor in place.module._parameters.items():
+        use = None if tensor is None else _bare(place, leaf, tensor, outputs)
+        if use is not None:
+            yield dataclasses.replace(use, blocked=SCRIPTED)
 
 
 def _use(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Use | None:

@@ -10,6 +10,7 @@ from olq_fx import conversion
 from olq_fx.candidates import Candidate, candidates_of, combine
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.conversion import dequantize_ as _dequantize
+from olq_fx.errors import ConfigurationError, ConfigurationTypeError, shown
 from olq_fx.plan import plan_for
 from olq_fx.report import Report
 
@@ -49,8 +50,8 @@ def quantize_(
     """
     parsed = QuantizationConfig.parse(config, **keys)
     root = _original_module(model)
+    target = _target(device)
     candidates = None if example_inputs is None else _traced(root, example_inputs)
-    target = None if device is None else torch.device(device)
     plan = plan_for(parsed, root, strict=strict, candidates=candidates, device=target)
     report = Report(plan)
     conversion.preflight(root, plan.rows)
@@ -62,7 +63,12 @@ def dequantize_(model: nn.Module) -> None:
     """Give every converted weight of `model` its original precision back, in place.
 
     The values are the dequantized ones; what was trainable before is trainable again.
+
+    Raises:
+        ConfigurationTypeError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     _dequantize(_original_module(model))
 
 
@@ -70,6 +76,25 @@ def _original_module(model: nn.Module) -> nn.Module:
     """What torch.compile has wrapped, or the model itself: paths are the same before and after."""
     original = getattr(model, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else model
+
+
+def _target(device: torch.device | str | None) -> torch.device | None:
+    """The device that weights go to, once a tensor has been there: before anything is changed.
+
+    Raises:
+        ConfigurationError: there is none of that name here, or it keeps no data.
+    """
+    if device is None:
+        return None
+    try:
+        target = torch.device(device)
+        torch.empty(1, device=target)
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(f"device: nothing can be put on {shown(device)}: {reason}") from error
+    if target.type == "meta":
+        raise ConfigurationError("device: what is put on 'meta' loses its data; plan_for plans a model without any")
+    return target
 
 
 def _traced(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[Candidate, ...]:

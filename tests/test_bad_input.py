@@ -5,7 +5,15 @@ import torch
 from torch import nn
 
 import olq_fx
-from olq_fx.errors import BackendError, ConfigurationError, ConversionError, OlqFxError, PendingWeightError, PlanError
+from olq_fx.errors import (
+    BackendError,
+    ConfigurationError,
+    ConfigurationTypeError,
+    ConversionError,
+    OlqFxError,
+    PendingWeightError,
+    PlanError,
+)
 from olq_fx.testing import assert_layer_close, assert_same_bits, model_case
 
 
@@ -194,3 +202,30 @@ def test_layers_of_experts_are_left_alone_with_a_reason_and_never_refused_in_sil
     assert row.decision == "leave"
     assert row.reason
     assert report.share < 0.2
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta"), "cdua", "cuda:4096", 3.5], ids=str)
+def test_a_device_that_takes_no_weights(unchanged, device):
+    """Asked before anything is converted, not on the way."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    with unchanged(model), pytest.raises(ConfigurationError, match="device: "):
+        olq_fx.quantize_(model, "int8", device=device)
+
+
+@pytest.mark.parametrize("model", [None, 3, torch.zeros(2), nn.Linear], ids=str)
+def test_dequantize_of_no_module(model):
+    with pytest.raises(ConfigurationTypeError, match=type(model).__name__):
+        olq_fx.dequantize_(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_left_alone(unchanged):
+    """Its modules hold their parameters in other containers, and its code takes no converted ones."""
+    scripted = torch.jit.trace(nn.Linear(64, 32), torch.randn(2, 64))
+    with unchanged(scripted), pytest.raises(PlanError, match=r"weight: its module is TorchScript"):
+        olq_fx.quantize_(scripted, "int8")
+    model = nn.Sequential(scripted, nn.Linear(32, 32))
+    report = olq_fx.quantize_(model, "int8")
+    assert report.converted == ("1.weight",)
+    assert "TorchScript" in report.plan.rows[0].reason
+    model(torch.randn(2, 64))
