@@ -122,7 +122,7 @@ def _result(
     by_step = tuple({name: difference.metrics() for name, difference in sums.items()} for sums in steps)
     outputs = {name: difference.metrics() for name, difference in whole.items()}
     notes = tuple(
-        f"{metrics.nonfinite} of {metrics.count} elements of {name!r} are NaN or infinite in one of the models or in both"
+        f"{metrics.nonfinite} of {metrics.count} elements of {name!r} are NaN or infinite in one model or in both"
         for name, metrics in outputs.items()
         if metrics.nonfinite
     )

@@ -23,7 +23,7 @@ from torch import nn
 from olq_fx.candidates import Candidate, ModulePaths, candidates_of
 from olq_fx.candidates import parameter_bytes as bytes_of_parameters
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import PlanError, nearest
+from olq_fx.errors import ConfigurationError, PlanError, nearest, shown
 from olq_fx.folding import NUMBER, fold
 from olq_fx.module_uses import CandidateKind
 from olq_fx.schemes import Slot
@@ -316,11 +316,19 @@ def make_plan(
     device: torch.device | str | None = None,
 ) -> Plan:
     """The plan of a set of candidates: see `plan_for` and `selection.select`."""
-    kind = None if device is None else torch.device(device).type
-    selection = select(config, candidates, strict=strict, all_paths=all_paths, device=kind)
+    selection = select(config, candidates, strict=strict, all_paths=all_paths, device=_kind_of(device))
     rows = tuple(map(_row, candidates, selection.verdicts))
     total = sum(row.bytes_before for row in rows) if parameter_bytes is None else parameter_bytes
     return Plan(config, rows, total, selection.problems)
+
+
+def _kind_of(device: torch.device | str | None) -> str | None:
+    """The kind of a device, which need not be here."""
+    try:
+        return None if device is None else torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(f"device: there is no {shown(device)}: {reason}") from None
 
 
 def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:

@@ -7,6 +7,7 @@ API:
 import dataclasses
 from typing import Any
 
+from olq_fx.errors import ConfigurationTypeError
 from olq_fx.folding import fold
 from olq_fx.plan import Plan, PlanRow
 from olq_fx.tables import size_of, table_of
@@ -62,7 +63,15 @@ class PlanDiff:
 
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """What two plans decide differently. A weight is the same if one of its paths is."""
+    """What two plans decide differently. A weight is the same if one of its paths is.
+
+    Raises:
+        ConfigurationTypeError: one of them is no plan.
+    """
+    for given in (before, after):
+        if not isinstance(given, Plan):
+            hint = "; its plan is `report.plan`" if isinstance(getattr(given, "plan", None), Plan) else ""
+            raise ConfigurationTypeError(f"diff_plans compares two plans, not {type(given).__name__}{hint}")
     partners = [(row, after.get(row.path)) for row in before.rows]
     known = {new.path for _, new in partners if new is not None}
     return PlanDiff(

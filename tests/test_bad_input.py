@@ -212,6 +212,22 @@ def test_a_device_that_takes_no_weights(unchanged, device):
         olq_fx.quantize_(model, "int8", device=device)
 
 
+@pytest.mark.parametrize("device", ["cdua", 3.5], ids=str)
+def test_a_device_that_no_plan_can_be_for(device):
+    with pytest.raises(ConfigurationError, match=f"device: there is no '?{device}"):
+        olq_fx.plan_for("int8", nn.Linear(64, 32), device=device)
+
+
+def test_only_plans_have_a_difference():
+    report = olq_fx.quantize_(nn.Linear(64, 32), "int8")
+    assert not olq_fx.diff_plans(report.plan, report.plan)
+    for pair in ((report, report.plan), (report.plan, report)):
+        with pytest.raises(ConfigurationTypeError, match=r"not Report; its plan is `report\.plan`"):
+            olq_fx.diff_plans(*pair)
+    with pytest.raises(ConfigurationTypeError, match="not int"):
+        olq_fx.diff_plans(report.plan, 3)
+
+
 @pytest.mark.parametrize("model", [None, 3, torch.zeros(2), nn.Linear], ids=str)
 def test_dequantize_of_no_module(model):
     with pytest.raises(ConfigurationTypeError, match=type(model).__name__):

@@ -418,8 +418,9 @@ def test_inputs_that_are_no_dense_rows_are_refused_by_name(kind: str, bias: bool
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch: these tensors are in a beta state
         odd = made[kind]()
-    with pytest.raises(RuntimeError if kind == "meta" else UnsupportedError, match=f"(?s)(weight.*{kind}|{kind}.*weight)"):
+    with pytest.raises(RuntimeError if kind == "meta" else UnsupportedError, match=kind) as caught:
         layer(odd)
+    assert "'weight'" in str(caught.value)
 
 
 def test_jagged_input_is_its_rows():
