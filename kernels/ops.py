@@ -95,6 +95,7 @@ def _linear_shape(
     residual: Tensor | None,
     kernel: str = "",
 ) -> Tensor:
+    _check_devices(x=[x], weight=weight, bias=[bias], residual=[residual])
     if activation_format:
         reference.check_quantize(x, activation_format, rule)
     m, k = reference.check_activation(x)
@@ -113,9 +114,24 @@ def _quantized_linear_shape(
     residual: Tensor | None,
     kernel: str = "",
 ) -> Tensor:
+    _check_devices(x=x, weight=weight, bias=[bias], residual=[residual])
     m = reference.check_quantized_activation(x, activation_format, k)
     reference.check_operands(m, k, weight, weight_format, bias, residual)
     return x[0].new_empty((m, weight[0].shape[0]), dtype=dtype)
+
+
+def _check_devices(**operands: Sequence[Tensor | None]) -> None:
+    """Hold the operands of a product to one kind of device.
+
+    With a single operand on meta torch calls the function that knows shapes only, and what it returns has no values.
+
+    Raises:
+        RuntimeError: they are on several, as torch says of plain tensors.
+    """
+    kinds = {name: tensor.device.type for name, given in operands.items() for tensor in given if tensor is not None}
+    if len(set(kinds.values())) > 1:
+        found = ", ".join(f"{name} on {kind}" for name, kind in kinds.items())
+        raise RuntimeError(f"the operands of a quantized linear must be on one device, but there is {found}")
 
 
 def _not_differentiable(ctx: Any, *gradients: Any) -> Any:

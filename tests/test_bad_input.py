@@ -1,5 +1,7 @@
 """Bad input: each a clear error that names the path and the nearest valid name, and the model unchanged."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -245,3 +247,19 @@ def test_torchscript_is_left_alone(unchanged):
     assert report.converted == ("1.weight",)
     assert "TorchScript" in report.plan.rows[0].reason
     model(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4_weight_only"])
+def test_a_bias_that_was_never_loaded(scheme: str, compiled: bool):
+    """`load_state_dict` without `assign` gives converted weights their data, but leaves plain parameters on meta."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 32))
+    olq_fx.quantize_(model, scheme)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that copying to meta does nothing
+        model.load_state_dict({"0.weight": torch.randn(32, 64), "0.bias": torch.randn(32)})
+    assert model[0].weight.device.type == "cpu"
+    called = torch.compile(model, backend=olq_fx.backend(scheme, inner="aot_eager")) if compiled else model
+    with torch.no_grad(), pytest.raises(Exception, match="(?s)meta.*cpu|cpu.*meta"):
+        called(torch.randn(2, 64))
