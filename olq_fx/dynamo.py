@@ -106,7 +106,10 @@ class Backend:
             BackendError: nothing with parameters has been compiled yet.
         """
         if not self.reports:
-            raise BackendError("nothing has been compiled yet: the first call of the compiled model does that")
+            raise BackendError(
+                "nothing has been compiled yet: the first call of the compiled model does that, unless Dynamo leaves it "
+                "alone (its recompile_limit is reached, or the code cannot be traced): TORCH_LOGS=dynamo says why"
+            )
         return self.reports[-1]
 
     @property

@@ -114,11 +114,10 @@ def output_embeddings(model: nn.Module) -> frozenset[int]:
     found = set()
     for module in distinct_modules(model):
         # The class is asked first: nn.Module takes long to say that a name is none of its attributes.
-        known = hasattr(type(module), _DECLARES_OUTPUT) or _DECLARES_OUTPUT in module.__dict__
-        declared = getattr(module, _DECLARES_OUTPUT) if known else None
-        if callable(declared):
+        if hasattr(type(module), _DECLARES_OUTPUT) or _DECLARES_OUTPUT in module.__dict__:
             try:
-                found.add(id(declared()))
+                declared = getattr(module, _DECLARES_OUTPUT)
+                found.add(id(declared() if callable(declared) else None))
             except Exception:  # a model of another library that has none, and says so in its own way
                 continue
     return frozenset(found - {id(None)})

@@ -159,7 +159,11 @@ def test_output_embeddings_as_models_declare_them():
         raise NotImplementedError
 
     broken.get_output_embeddings = refuse
-    found = by_path(nn.ModuleDict({"inner": inner, "without": without, "broken": broken}))
+
+    class Property(nn.Module):
+        get_output_embeddings = property(lambda self: refuse())
+
+    found = by_path(nn.ModuleDict({"inner": inner, "without": without, "broken": broken, "property": Property()}))
     assert [path for path, c in found.items() if c.left_alone] == ["inner.decoder.weight"]
 
 
