@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from olq_fx import torch_private
 from olq_fx.compiled import Compiled
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import BackendError, ConfigurationError, OlqFxError, OlqFxWarning
+from olq_fx.errors import BackendError, ConfigurationError, ConfigurationTypeError, OlqFxError, OlqFxWarning
 from olq_fx.graph_job import GraphJob
 from olq_fx.inner import Inner
 from olq_fx.owners import evaluate, is_parameter
@@ -60,6 +60,8 @@ def backend(
     Raises:
         ConfigurationError: the configuration has no meaning, or no backend has the name `inner`.
     """
+    if root is not None and not isinstance(root, nn.Module):
+        raise ConfigurationTypeError(f"root is a torch.nn.Module, not {type(root).__name__}")
     return Backend(QuantizationConfig.parse(config, **keys), Inner.of(inner), root, strict, dump_dir)
 
 
@@ -107,8 +109,8 @@ class Backend:
         """
         if not self.reports:
             raise BackendError(
-                "nothing has been compiled yet: the first call of the compiled model does that, unless Dynamo leaves it "
-                "alone (its recompile_limit is reached, or the code cannot be traced): TORCH_LOGS=dynamo says why"
+                "nothing has been compiled yet: the first call of the compiled model does that, unless Dynamo leaves "
+                "it alone (its recompile_limit is reached, or the code cannot be traced): TORCH_LOGS=dynamo says why"
             )
         return self.reports[-1]
 

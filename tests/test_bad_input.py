@@ -220,6 +220,11 @@ def test_a_device_that_no_plan_can_be_for(device):
         olq_fx.plan_for("int8", nn.Linear(64, 32), device=device)
 
 
+def test_a_root_that_is_no_module():
+    with pytest.raises(ConfigurationTypeError, match=r"root is a torch\.nn\.Module, not int"):
+        olq_fx.backend("int8", root=3)
+
+
 def test_only_plans_have_a_difference():
     report = olq_fx.quantize_(nn.Linear(64, 32), "int8")
     assert not olq_fx.diff_plans(report.plan, report.plan)
@@ -261,5 +266,5 @@ def test_a_bias_that_was_never_loaded(scheme: str, compiled: bool):
         model.load_state_dict({"0.weight": torch.randn(32, 64), "0.bias": torch.randn(32)})
     assert model[0].weight.device.type == "cpu"
     called = torch.compile(model, backend=olq_fx.backend(scheme, inner="aot_eager")) if compiled else model
-    with torch.no_grad(), pytest.raises(Exception, match="(?s)meta.*cpu|cpu.*meta"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"(?s)meta.*cpu|cpu.*meta"):
         called(torch.randn(2, 64))
