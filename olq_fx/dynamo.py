@@ -59,6 +59,7 @@ def backend(
 
     Raises:
         ConfigurationError: the configuration has no meaning, or no backend has the name `inner`.
+        ConfigurationTypeError: one of the arguments is of a type that is never accepted.
     """
     if root is not None and not isinstance(root, nn.Module):
         raise ConfigurationTypeError(f"root is a torch.nn.Module, not {type(root).__name__}")
