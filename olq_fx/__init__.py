@@ -6,31 +6,45 @@
 `olq_fx.testing` (not imported here) is for the tests of those who use or extend it.
 """
 
+import importlib
 import typing
 
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.dynamo import backend
 from olq_fx.errors import OlqFxError, OlqFxWarning
 from olq_fx.formats import FORMATS
-from olq_fx.plan import Plan, plan_for
-from olq_fx.plan_diff import PlanDiff, diff_plans
-from olq_fx.quantize import dequantize_, quantize_
-from olq_fx.report import Report
 from olq_fx.schemes import SCHEMES
 from olq_fx.weights import QuantizedWeight
 
 if typing.TYPE_CHECKING:
     from olq_fx.comparison import compare
+    from olq_fx.dynamo import backend
+    from olq_fx.plan import Plan, plan_for
+    from olq_fx.plan_diff import PlanDiff, diff_plans
+    from olq_fx.quantize import dequantize_, quantize_
+    from olq_fx.report import Report
 else:
+    # Imported on first use: together they take as long as all the rest. The operators are there from the start.
+    _MODULE_OF = {
+        "Plan": "plan",
+        "PlanDiff": "plan_diff",
+        "Report": "report",
+        "backend": "dynamo",
+        "compare": "comparison",
+        "dequantize_": "quantize",
+        "diff_plans": "plan_diff",
+        "plan_for": "plan",
+        "quantize_": "quantize",
+    }
 
     def __getattr__(name):
-        """`olq_fx.compare`, imported on first use: what only measures is no part of quantizing."""
-        if name != "compare":
+        if name not in _MODULE_OF:
             raise AttributeError(f"module 'olq_fx' has no attribute {name!r}")
-        from olq_fx.comparison import compare
+        found = getattr(importlib.import_module(f"olq_fx.{_MODULE_OF[name]}"), name)
+        globals()[name] = found
+        return found
 
-        globals()[name] = compare
-        return compare
+    def __dir__():
+        return sorted({*globals(), *_MODULE_OF})
 
 
 __version__ = "0.1.0"
