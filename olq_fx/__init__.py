@@ -9,7 +9,6 @@
 import importlib
 import typing
 
-from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import OlqFxError, OlqFxWarning
 from olq_fx.formats import FORMATS
 from olq_fx.schemes import SCHEMES
@@ -17,6 +16,7 @@ from olq_fx.weights import QuantizedWeight
 
 if typing.TYPE_CHECKING:
     from olq_fx.comparison import compare
+    from olq_fx.configuration import QuantizationConfig
     from olq_fx.dynamo import backend
     from olq_fx.plan import Plan, plan_for
     from olq_fx.plan_diff import PlanDiff, diff_plans
@@ -27,6 +27,7 @@ else:
     _MODULE_OF = {
         "Plan": "plan",
         "PlanDiff": "plan_diff",
+        "QuantizationConfig": "configuration",
         "Report": "report",
         "backend": "dynamo",
         "compare": "comparison",
