@@ -9,8 +9,10 @@ import datetime
 import json
 import logging
 import os
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -121,13 +123,17 @@ def report(
     for note in notes:
         CONSOLE.print(f"- {note}", highlight=False)
     CONSOLE.print(line, highlight=False)
-    written = json.dumps({"benchmark": name, "machine": about, "rows": list(measured), "notes": list(notes)}, indent=1)
+    command = shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]])
+    written = json.dumps(
+        {"benchmark": name, "command": command, "machine": about, "rows": list(measured), "notes": list(notes)},
+        indent=1,
+    )
     if arguments.json:
         arguments.json.write_text(written + "\n")
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.json").write_text(written + "\n")
-        lines = [f"`python benchmarks/{name}.py --save`: {title}.", "", line + ".", ""]
+        lines = [f"`{command}`: {title}.", "", line + ".", ""]
         lines += ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
         (RESULTS / f"{name}.md").write_text("\n".join([*lines, "", *(f"- {note}" for note in notes)]).rstrip() + "\n")

@@ -125,19 +125,6 @@ def quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
     return _encode(library, x, format, rule)
 
 
-def amax(x: Tensor) -> Tensor | None:
-    """The largest magnitude of a CPU tensor (M, K), a float32 scalar; Inf and NaN pass on. None if not supported.
-
-    It reads as fast as the memory gives; `torch.aminmax` does not for 16-bit dtypes.
-    """
-    library = _LOADER.get().library
-    if library is None or x.dtype not in _DTYPES or x.dim() != 2 or x.numel() == 0 or (x.stride(1) != 1 < x.shape[1]):
-        return None
-    rows, k = x.shape
-    bits = library.olq_amax(x.data_ptr(), _DTYPES[x.dtype], rows, k, x.stride(0), _threads(rows * k))
-    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-
-
 def dequantize(parts: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     """`reference.dequantize` of CPU tensors: (R, K) of `dtype`."""
     library = _LOADER.get().library
@@ -350,8 +337,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(pointer, int32, int64, int64, int64, format, int32),
         *(pointer, pointer, pointer, int32),
     )
-    library.olq_amax.argtypes = (pointer, int32, int64, int64, int64, int32)
-    library.olq_amax.restype = int32
     library.olq_decode.argtypes = (pointer, pointer, pointer, format, int64, int64, pointer, int32, int32)
     library.olq_product.argtypes = (
         *(ctypes.POINTER(_Activation), ctypes.POINTER(_Parts), format, ctypes.POINTER(_Output)),

@@ -315,10 +315,3 @@ extern "C" int olq_encode(const void* x, int dtype, int64_t rows, int64_t k, int
     if (dtype == FLOAT16) known = encode(Source<f16>{(const f16*)x, rows, k, stride}, *format, rule, parts, threads);
     return known ? 0 : 1;
 }
-
-// The largest magnitude among (rows, k) as the bits of a float32; those of Inf or of a NaN where there is one.
-extern "C" int32_t olq_amax(const void* x, int dtype, int64_t rows, int64_t k, int64_t stride, int threads) {
-    if (dtype == BFLOAT16) return amax_of_all(Source<bf16>{(const bf16*)x, rows, k, stride}, false, threads);
-    if (dtype == FLOAT16) return amax_of_all(Source<f16>{(const f16*)x, rows, k, stride}, false, threads);
-    return amax_of_all(Source<float>{(const float*)x, rows, k, stride}, false, threads);
-}

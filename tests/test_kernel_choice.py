@@ -12,8 +12,6 @@ from olq_fx.kernels import native, reference
 from olq_fx.plan import plan_for
 from olq_fx.testing import assert_layer_close
 
-no_kernels = pytest.mark.skipif(bool(native.why_not()), reason="the native kernels cannot be built here")
-
 
 class Block(nn.Module):
     """Two layers and a residual, which is fused into the second product."""
@@ -46,7 +44,6 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-@no_kernels
 @pytest.mark.parametrize("scheme", ["int8", "mxfp4_weight_only"])
 @pytest.mark.parametrize("asked", ["auto", "native_cpu", "reference"])
 def test_the_kernel_that_is_asked_for_runs(route, products, scheme, asked):
@@ -64,7 +61,6 @@ def test_the_kernel_that_is_asked_for_runs(route, products, scheme, asked):
     assert_layer_close(model.up(x), x, model.up.weight, model.up.bias)
 
 
-@no_kernels
 def test_gradients_flow_through_the_kernel_that_is_asked_for(route, products):
     model, x = Block(), torch.randn(3, 40, requires_grad=True)
     quantized = route(model, {"quantization": "int8", "linear_backend": "reference"}, x)
@@ -75,7 +71,6 @@ def test_gradients_flow_through_the_kernel_that_is_asked_for(route, products):
     assert bool(torch.isfinite(x.grad).all())
 
 
-@no_kernels
 def test_inductor_calls_the_kernel_that_is_asked_for(products):
     model, x = Block(), torch.randn(3, 40)
     compiled = torch.compile(model, backend=olq_fx.backend("int8", linear_backend="reference"))
@@ -104,7 +99,6 @@ def test_a_kernel_that_cannot_run_a_layer_is_an_error_that_names_it(strict):
         )
 
 
-@no_kernels
 def test_on_meta_no_kernel_is_refused_for_the_device():
     with torch.device("meta"):
         model = nn.Linear(8, 8)

@@ -1,5 +1,6 @@
 """What Inductor emits for an NVIDIA GPU, in a process of its own that takes one for present."""
 
+import os
 import re
 import subprocess
 import sys
@@ -34,8 +35,6 @@ def emitted(format, **patches):
 
 
 def run(program: str, folder: Path, *arguments: str) -> str:
-    import os
-
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM + program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | caches)

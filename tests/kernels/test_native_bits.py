@@ -1,6 +1,5 @@
 """The native kernels give the bits of `numerics`: codes, scales and decoded values, for whatever is put in."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -152,33 +151,3 @@ def test_what_is_wider_than_float32() -> None:
         assert_same_bits(parts, list(numerics.quantize(x, chosen.format, chosen.rule)))
         decoded = native.dequantize(parts, chosen.format.name, 40, torch.float64)
         assert_same_bits(decoded, numerics.dequantize(tuple(parts), chosen.format, 40, torch.float64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (40, 33), (5, 1000), (700, 130)])
-def test_largest_magnitude(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    def largest(x: Tensor) -> Tensor:
-        found = native.amax(x)
-        assert found is not None
-        return found
-
-    x = torch.randn(shape).to(dtype)
-    assert_same_bits(largest(x), x.abs().max().float())
-    assert_same_bits(largest(x.neg()), x.abs().max().float())
-    wide = torch.full((shape[0], shape[1] + 3), 1000.0, dtype=dtype)
-    wide[:, : shape[1]] = x
-    assert_same_bits(largest(wide[:, : shape[1]]), x.abs().max().float())
-    assert_same_bits(largest(torch.zeros_like(x)), torch.zeros(()))
-    for bad in (math.inf, -math.inf, math.nan):
-        x[-1, -1] = bad
-        assert not largest(x).isfinite()
-    if x.numel() > 1:
-        x[0, 0] = math.inf
-        assert largest(x).isnan(), "a NaN passes an Inf"
-
-
-def test_largest_magnitude_is_left_to_torch_where_rows_are_not_dense() -> None:
-    assert native.amax(torch.randn(8, 8).t()) is None
-    assert native.amax(torch.randn(8)) is None
-    assert native.amax(torch.randn(0, 8)) is None
-    assert native.amax(torch.randn(8, 8).double()) is None
