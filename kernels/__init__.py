@@ -7,5 +7,8 @@
   `native_simd.h` (eight floats), `native_format.h` (what a format is), `native_elements.h` (values to codes),
   `native_decode.h` (codes to values), `native_io.h` (activations in, outputs out), `native_integer.h`.
 - `build`: builds them with the machine's own compiler at first use.
+- `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
+- `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
+- `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
 - `registry`: which of them runs a layer, with the reason.
 """

@@ -6,6 +6,8 @@
 - Noise: `sqnr`, `assert_sqnr`.
 - Graphs and kernels: `RecordingBackend`, `operator_name`, `count_kernels`.
 - Code for a GPU, without one: `on_gpu`, `GpuCodeCompiled`.
+- Triton kernels, without a GPU: `assert_kernel_values`, `Interpreter`; `assert_kernel_code`, `machine_code`,
+  `MachineCode`, `Compiler`; `PythonProcess`, `ProcessDied`.
 - Memory: `storage_census`, `live_bytes`, `record_allocations`, `plain_tensors`.
 - Small models: `MODELS`, `model_case`, `ModelCase`, `Conv1D`, `LlamaBlock`.
 - Hypothesis strategies: `tensors`, `formats`, `schemes`, `configurations`, `models`; they need the package hypothesis,
@@ -25,7 +27,10 @@ from olq_fx.testing_bounds import (
 )
 from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
 from olq_fx.testing_graphs import Kernels, RecordedGraph, RecordingBackend, count_kernels, operator_name
+from olq_fx.testing_interpreter import Interpreter
+from olq_fx.testing_kernels import assert_kernel_code, assert_kernel_values
 from olq_fx.testing_layers import assert_layer_close, assert_operator_right, operands
+from olq_fx.testing_machine_code import Compiler, MachineCode, machine_code
 from olq_fx.testing_memory import (
     Allocations,
     StorageRecord,
@@ -35,6 +40,7 @@ from olq_fx.testing_memory import (
     storage_census,
 )
 from olq_fx.testing_models import MODELS, Conv1D, LlamaBlock, ModelCase, SelfAttention, model_case
+from olq_fx.testing_process import ProcessDied, PythonProcess
 from olq_fx.testing_strategies import (
     FLOAT_DTYPES,
     LAYOUTS,
@@ -54,17 +60,24 @@ __all__ = [
     "MODELS",
     "ROW_KINDS",
     "Allocations",
+    "Compiler",
     "Conv1D",
     "FormatRule",
     "GpuCodeCompiled",
+    "Interpreter",
     "Kernels",
     "LlamaBlock",
+    "MachineCode",
     "ModelCase",
+    "ProcessDied",
     "ProductInterval",
+    "PythonProcess",
     "RecordedGraph",
     "RecordingBackend",
     "SelfAttention",
     "StorageRecord",
+    "assert_kernel_code",
+    "assert_kernel_values",
     "assert_layer_close",
     "assert_operator_right",
     "assert_product_close",
@@ -79,6 +92,7 @@ __all__ = [
     "half_step_bound",
     "laid_out",
     "live_bytes",
+    "machine_code",
     "model_case",
     "models",
     "on_gpu",

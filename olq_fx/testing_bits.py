@@ -22,7 +22,7 @@ def bits_of(tensor: Tensor) -> Tensor:
     return plain.contiguous().view(_INTEGER_OF_SIZE[plain.element_size()])
 
 
-def assert_same_bits(actual: Any, expected: Any, *, limit: int = 8, name: str = "value") -> None:
+def assert_same_bits(actual: Any, expected: Any, *, limit: int = 8, name: str = "value", any_nan: bool = False) -> None:
     """Assert that two tensors, or nests of them, are equal in type, dtype, shape and every bit.
 
     Unlike `torch.equal` this tells 0.0 from -0.0, compares NaN by its payload, and takes every dtype (float8 included).
@@ -33,31 +33,32 @@ def assert_same_bits(actual: Any, expected: Any, *, limit: int = 8, name: str = 
         expected: what it should be, nested alike.
         limit: how many mismatches the message shows.
         name: what the message calls the value.
+        any_nan: whether every NaN equals every other one, as between devices.
 
     Raises:
         AssertionError: with the first mismatches, each with its coordinate, both values and both bit patterns.
     """
     if isinstance(expected, Tensor):
-        _assert_same_tensor(actual, expected, limit, name)
+        _assert_same_tensor(actual, expected, limit, name, any_nan)
     elif isinstance(expected, Mapping):
         _require(isinstance(actual, Mapping), f"{name}: expected a mapping, got {type(actual).__name__}")
         _require(list(actual) == list(expected), f"{name}: keys {list(actual)}, expected {list(expected)}")
         for key, value in expected.items():
-            assert_same_bits(actual[key], value, limit=limit, name=f"{name}[{key!r}]")
+            assert_same_bits(actual[key], value, limit=limit, name=f"{name}[{key!r}]", any_nan=any_nan)
     elif isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
         _require(
             isinstance(actual, Sequence) and len(actual) == len(expected),
             f"{name}: expected {len(expected)} items, got {_describe(actual)}",
         )
         for index, value in enumerate(expected):
-            assert_same_bits(actual[index], value, limit=limit, name=f"{name}[{index}]")
+            assert_same_bits(actual[index], value, limit=limit, name=f"{name}[{index}]", any_nan=any_nan)
     else:
         _require(
             type(actual) is type(expected) and actual == expected, f"{name}: got {actual!r}, expected {expected!r}"
         )
 
 
-def _assert_same_tensor(actual: Any, expected: Tensor, limit: int, name: str) -> None:
+def _assert_same_tensor(actual: Any, expected: Tensor, limit: int, name: str, any_nan: bool) -> None:
     _require(isinstance(actual, Tensor), f"{name}: expected a tensor, got {_describe(actual)}")
     converted = isinstance(expected, QuantizedWeight)
     _require(
@@ -68,9 +69,12 @@ def _assert_same_tensor(actual: Any, expected: Tensor, limit: int, name: str) ->
     _require(actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if isinstance(expected, QuantizedWeight):
         _require(actual.spec == expected.spec, f"{name}: {actual.spec}, expected {expected.spec}")
-        assert_same_bits(actual.parts, expected.parts, limit=limit, name=f"{name}.parts")
+        assert_same_bits(actual.parts, expected.parts, limit=limit, name=f"{name}.parts", any_nan=any_nan)
         return
-    different = (bits_of(actual) != bits_of(expected)).nonzero()
+    unequal = bits_of(actual) != bits_of(expected)
+    if any_nan and expected.is_floating_point():
+        unequal &= ~(actual.to(torch.float32).isnan() & expected.to(torch.float32).isnan())
+    different = unequal.nonzero()
     if len(different):
         raise AssertionError(_mismatches(actual, expected, different, limit, name))
 

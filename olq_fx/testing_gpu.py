@@ -40,7 +40,7 @@ class _Driver:
         self.utils = types.SimpleNamespace(get_device_properties=lambda device: properties)
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+        from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
 
@@ -105,7 +105,7 @@ def _patches(capability: int) -> Iterator[Any]:
 def pretend_cuda(capability: int) -> Iterator[None]:
     """Within it, torch and Triton take a GPU of this compute capability (90: sm_90) for present."""
     import torch._inductor.config as inductor_config
-    from triton.runtime import driver  # type: ignore[import-untyped]
+    from triton.runtime import driver
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))

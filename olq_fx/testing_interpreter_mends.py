@@ -1,0 +1,177 @@
+"""What is mended in Triton's interpreter: see `olq_fx.testing_interpreter`. For a process that does nothing else.
+
+The only module that knows private parts of the interpreter; what it replaces has the same names in triton 3.6 to 3.9.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+TORCH_DTYPES = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+_CARRIER = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}
+_NO_ARITHMETIC = (
+    "arithmetic on bfloat16 is wrong in Triton's interpreter: cast to float32 after the load, and back for the store"
+)
+
+
+def install() -> None:
+    """Replace what is wrong, add what is not checked."""
+    np.seterr(all="ignore")  # NaN and Inf are inputs like others, and no hardware warns of them
+    interpreter._convert_float = convert_float
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = create_dot
+    for name in ("binary_op", "unary_op", "create_fabs"):
+        setattr(builder, name, _without_bfloat16(getattr(builder, name)))
+    reduce_input = interpreter.ReduceScanOpInterface.apply
+    interpreter.ReduceScanOpInterface.apply = lambda self, value: reduce_input(self, _checked_input(value))
+    _index_by_size_one()
+    _Bounds().install()
+
+
+def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any = None) -> Any:
+    """A cast as the hardware does it: to nearest even, saturating for float8; arrays of the bits' integers."""
+    value = torch.from_numpy(np.ascontiguousarray(data)).view(TORCH_DTYPES[source])
+    # Through float32, which has all values of the narrower types; from float64 one rounding only.
+    value = value if value.dtype == torch.float64 else value.to(torch.float32)
+    wanted = TORCH_DTYPES[target]
+    if target in (tl.float8e4nv, tl.float8e5):
+        limit = torch.finfo(wanted).max
+        value = value.clamp(-limit, limit)
+    value = value.to(wanted)
+    return value.view(_CARRIER[value.element_size()]).numpy().reshape(np.shape(data))
+
+
+def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    """The product of two tiles: of floats in float32 (exact products), of int8 in int32."""
+    left, right = (_wide(operand) for operand in (a, b))
+    product = np.matmul(left, right, dtype=np.result_type(left, d.data.dtype))
+    return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+
+def _wide(operand: Any) -> Any:
+    dtype = operand.dtype.scalar
+    if dtype in TORCH_DTYPES:
+        return torch.from_numpy(np.ascontiguousarray(operand.data)).view(TORCH_DTYPES[dtype]).float().numpy()
+    return operand.data.astype(np.int32)
+
+
+def _without_bfloat16(operation: Any) -> Any:
+    def checked(self: Any, *operands: Any, **kwargs: Any) -> Any:
+        if any(getattr(operand, "dtype", None) == tl.bfloat16 for operand in operands):
+            raise TypeError(_NO_ARITHMETIC)
+        return operation(self, *operands, **kwargs)
+
+    return checked
+
+
+def _checked_input(value: Any) -> Any:
+    each = value if isinstance(value, tuple) else (value,)
+    if any(getattr(tensor, "dtype", None) == tl.bfloat16 for tensor in each):
+        raise TypeError(_NO_ARITHMETIC)
+    return value
+
+
+def _index_by_size_one() -> None:
+    """A runtime bound of `range` is an array of one element, which newer numpy takes for no index (triton 3.6)."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.reshape(()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+class _Bounds:
+    """Holds every access of a kernel to the memory of the tensors that it was given.
+
+    They are copied to places far from each other: what is beside one of them in memory may be another one.
+    """
+
+    margin = 1 << 16
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def install(self) -> None:
+        builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+        load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+
+        def checked_load(this: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            self.check("load", pointers, mask)
+            return load(this, pointers, mask, *rest, **named)
+
+        def checked_store(this: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            self.check("store", pointers, mask)
+            return store(this, pointers, value, mask, *rest, **named)
+
+        def checked_atomic(this: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            self.check("atomic", pointers, mask)
+            return atomic(this, operation, pointers, value, mask, *rest)
+
+        builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+        builder.create_atomic_rmw = checked_atomic
+        executor._init_args_hst = lambda this, args, kwargs: self.enter(args, kwargs)
+        executor._restore_args_dev = lambda this, *args: self.leave()
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a kernel, with copies of their tensors."""
+        self.ranges, self.copies = [], {}
+        return [self.moved(value) for value in args], {name: self.moved(value) for name, value in kwargs.items()}
+
+    def leave(self) -> None:
+        """Write the copies back."""
+        for original, copy in self.copies.values():
+            original.copy_(copy)
+
+    def moved(self, value: Any) -> Any:
+        if hasattr(value, "block_shape") and hasattr(value, "base"):
+            return dataclasses.replace(value, base=self.moved(value.base))
+        if isinstance(value, tuple):
+            return tuple(map(self.moved, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self.copies:
+            original = torch.empty(0, dtype=torch.uint8).set_(storage)
+            wide = torch.empty(original.numel() + 2 * self.margin, dtype=torch.uint8)
+            copy = wide[self.margin : self.margin + original.numel()]
+            self.copies[storage.data_ptr()] = original, copy.copy_(original)
+        copy = self.copies[storage.data_ptr()][1]
+        first = self.margin // value.element_size() + value.storage_offset()
+        moved = torch.empty(0, dtype=value.dtype).set_(copy.untyped_storage(), first, value.shape, value.stride())
+        self.ranges.append(_range(moved))
+        return moved
+
+    def check(self, what: str, pointers: Any, mask: Any) -> None:
+        size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        active = np.broadcast_to(getattr(mask, "data", mask), np.shape(pointers.data))
+        addresses = pointers.data[active].astype(np.uint64)
+        inside = np.zeros(addresses.shape, dtype=bool)
+        for start, end in self.ranges:
+            inside |= (addresses >= np.uint64(start)) & (addresses + np.uint64(size) <= np.uint64(end))
+        if not inside.all():
+            raise IndexError(
+                f"{int((~inside).sum())} of {inside.size} addresses of a {what} are outside of all tensors"
+            )
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte (exclusive) that the elements of a tensor lie in, which are not all of its storage."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
