@@ -214,10 +214,8 @@ def decode_e4m3(codes, NATIVE: tl.constexpr):
 def decode_e2m1(codes):
     """The float32 value of 4-bit codes, one a byte."""
     wide = codes.to(tl.int32)
-    size = wide & 7
-    # Twice the value is an integer: see elements.decode_e2m1.
-    doubled = tl.where(size < 2, size, ((size & 1) | 2) << (tl.maximum(size >> 1, 1) - 1))
-    return _with_sign(doubled.to(tl.float32) * 0.5, wide << 28)
+    # As float32 bits the exponent is 126 too small, the subnormal code included: a product with 2^126 is exact.
+    return from_bits(((wide & 8) << 28) | ((wide & 7) << 22)) * 8.507059173023462e37
 
 
 @triton.jit

@@ -1,0 +1,296 @@
+"""Triton kernels that multiply quantized operands: y (M, N) = a (M, K) @ b (N, K).T, accumulated in float32 or int32.
+
+An operand is codes with up to two scales, by how they enter:
+
+- an *inner* scale is multiplied into the codes before the matrix instruction, which is exact: e8m0 and e4m3 scales of
+  e4m3 and e2m1 codes give numbers that bfloat16 has (below 2^-126 it has fewer bits; so has the product then);
+- an *outer* scale is float32 and is applied to sums: once, at the end, where it is the same along K, else to the sum
+  over one BLOCK_K, which ends where its groups end. That also moves narrow accumulators of fp8 instructions into
+  float32 at least each 128 along K.
+
+Activations in float32 or fp16 are split into bfloat16 parts whose sum they are (exactly: 24 = 3 x 8 bits).
+
+SIDE names what an operand is: `plain` values, or its element. DOT names what enters the matrix instruction: `fp8`,
+`int8`, `fp16`, `bf16`.
+"""
+
+import triton
+import triton.language as tl
+
+from olq_fx.kernels.device import LARGEST, decode, decode_e4m3, decode_e8m0, from_bits, unpack
+
+
+@triton.jit
+def _codes(codes, rows, first, R, K, SIDE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(rows, BLOCK_K) codes from column `first` on, one a byte; 0 outside."""
+    PER_BYTE: tl.constexpr = 2 if SIDE == "e2m1" else 1
+    width = (K + PER_BYTE - 1) // PER_BYTE
+    columns = first // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
+    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    inside = rows[:, None] < R
+    if not EVEN_K:
+        inside = inside & (columns[None, :] < width)
+    bytes = tl.load(codes + at, mask=inside, other=0)
+    if SIDE == "e2m1":
+        return unpack(bytes)
+    else:
+        return bytes
+
+
+@triton.jit
+def _plain(x, rows, first, R, K, row_stride, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(rows, BLOCK_K) values as they are stored; 0 outside."""
+    columns = first + tl.arange(0, BLOCK_K)
+    inside = rows[:, None] < R
+    if not EVEN_K:
+        inside = inside & (columns[None, :] < K)
+    return tl.load(x + rows.to(tl.int64)[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _inner(scale, rows, first, R, K, row_stride, column_stride, INNER: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """(rows, BLOCK_K / GROUP) inner scales in float32; 0 outside."""
+    wide = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+    at = rows.to(tl.int64)[:, None] * row_stride + wide.to(tl.int64)[None, :] * column_stride
+    bytes = tl.load(scale + at, mask=(rows[:, None] < R) & (wide[None, :] * GROUP < K), other=0)
+    if INNER == "e8m0":
+        return decode_e8m0(bytes)
+    else:
+        return decode_e4m3(bytes, False)
+
+
+@triton.jit
+def operand(
+    codes, inner, rows, first, R, K, row_stride, inner_row_stride, inner_column_stride, SIDE: tl.constexpr,
+    INNER: tl.constexpr, INNER_K: tl.constexpr, DOT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(rows, BLOCK_K) of one operand, in the type that DOT says; of `plain` values as they are stored."""
+    if SIDE == "plain":
+        return _plain(codes, rows, first, R, K, row_stride, EVEN_K, BLOCK_K)
+    else:
+        found = _codes(codes, rows, first, R, K, SIDE, EVEN_K, BLOCK_K)
+        if DOT == "fp8":
+            return found.to(tl.float8e4nv, bitcast=True)
+        elif DOT == "int8":
+            return found.to(tl.int8, bitcast=True)
+        else:
+            value = decode(found, SIDE, False)
+            if INNER != "":
+                scales = _inner(
+                    inner, rows, first, R, K, inner_row_stride, inner_column_stride, INNER, INNER_K, BLOCK_K
+                )
+                groups = tl.reshape(value, (value.shape[0], BLOCK_K // INNER_K, INNER_K)) * scales[:, :, None]
+                value = tl.reshape(groups, value.shape)
+            return value.to(tl.float16) if DOT == "fp16" else value.to(tl.bfloat16)
+
+
+@triton.jit
+def dot(a, b, acc, PARTS: tl.constexpr, SWAP: tl.constexpr):
+    """`acc` + a @ b.T, or its transpose; `a` as the sum of PARTS bfloat16 where there are more than one."""
+    if PARTS == 1:
+        return _dot(a, b, acc, SWAP)
+    else:
+        rest = a.to(tl.float32)
+        for _ in tl.static_range(PARTS):
+            # Cut off, not rounded: nothing overflows, and what is left has the other bits. Of NaN and Inf nothing is.
+            bits = rest.to(tl.int32, bitcast=True)
+            high = from_bits(bits & -65536)
+            high = tl.where(rest != rest, rest, high)
+            acc = _dot(high.to(tl.bfloat16), b, acc, SWAP)
+            rest = tl.where(tl.abs(rest) < float("inf"), rest - high, 0.0)
+        return acc
+
+
+@triton.jit
+def _dot(a, b, acc, SWAP: tl.constexpr):
+    if SWAP:
+        return tl.dot(b, tl.trans(a), acc, out_dtype=acc.dtype)
+    else:
+        return tl.dot(a, tl.trans(b), acc, out_dtype=acc.dtype)
+
+
+@triton.jit
+def _outer(scale, rows, column, R, row_stride, column_stride, GROUP_R: tl.constexpr):
+    """The outer scales (rows,) of a K-block; GROUP_R: rows of a group, 0 for the whole axis."""
+    high = rows // GROUP_R if GROUP_R > 0 else rows * 0
+    at = high.to(tl.int64) * row_stride + tl.cast(column, tl.int64) * column_stride
+    return tl.load(scale + at, mask=rows < R, other=0.0)
+
+
+@triton.jit
+def scaled(value, a, b):
+    """value x a x b, in the order in which nothing leaves float32 that the result does not leave.
+
+    Codes and their sums lie between 2^-20 and 2^44 in size. So a factor between 2^-100 and 2^80 may come first; of two
+    that are both outside, one large and one small, the product is between.
+    """
+    a_first = (a >= 7.888609052210118e-31) & (a <= 1.2089258196146292e24)
+    b_first = (b >= 7.888609052210118e-31) & (b <= 1.2089258196146292e24)
+    first = tl.where(a_first, a, tl.where(b_first, b, a * b))
+    second = tl.where(a_first, b, tl.where(b_first, a, 1.0))
+    return (value * first) * second
+
+
+@triton.jit
+def _tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of a program's tile: GROUP tiles down before one to the right, so that operands stay in L2."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    inside = pid % (GROUP * tiles_n)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def finish(
+    acc, a_outer, b_outer, bias, residual, out, rows, columns, M, N, a_outer_m, b_outer_n,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Scales, bias, one rounding to the output's dtype, the residual as an addition of its own; written to `out`.
+
+    A_OUTER, B_OUTER: `const` for a scale that is the same along K, `reciprocal` for one that is kept as 1 / g.
+    """
+    value = acc.to(tl.float32)
+    if (A_OUTER == "const") or (B_OUTER == "const") or (B_OUTER == "reciprocal"):
+        left = _constant(a_outer, rows, M, a_outer_m, A_OUTER, A_GROUP)
+        right = _constant(b_outer, columns, N, b_outer_n, B_OUTER, B_GROUP)
+        if SWAP:
+            value = scaled(
+                value, tl.broadcast_to(left[None, :], value.shape), tl.broadcast_to(right[:, None], value.shape)
+            )
+        else:
+            value = scaled(
+                value, tl.broadcast_to(left[:, None], value.shape), tl.broadcast_to(right[None, :], value.shape)
+            )
+    m, n = (rows[None, :], columns[:, None]) if SWAP else (rows[:, None], columns[None, :])
+    inside = (m < M) & (n < N)
+    if bias is not None:
+        value += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    at = m.to(tl.int64) * N + n
+    rounded = value.to(out.dtype.element_ty)
+    if residual is not None:
+        more = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = (rounded.to(tl.float32) + more).to(out.dtype.element_ty)
+    tl.store(out + at, rounded, mask=inside)
+
+
+@triton.jit
+def _constant(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.constexpr):
+    """The scales (rows,) that are the same along K; ones where there is none."""
+    ones = tl.full(rows.shape, 1.0, tl.float32)
+    if OUTER == "const":
+        return _outer(scale, rows, 0, R, row_stride, 0, GROUP_R)
+    elif OUTER == "reciprocal":
+        return tl.div_rn(ones, _outer(scale, rows * 0, 0, 1, row_stride, 0, GROUP_R))
+    else:
+        return ones
+
+
+@triton.jit
+def _accumulated(acc, partial, a_outer, b_outer, a_rows, b_rows, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr, A_OUTER_K: tl.constexpr,
+    B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """`acc` plus the sum over one K-block times its outer scales."""
+    left = tl.full(a_rows.shape, 1.0, tl.float32)
+    if A_OUTER == "k":
+        left = _outer(a_outer, a_rows, first // A_OUTER_K, M, a_outer_m, a_outer_k, A_GROUP)
+    if B_OUTER != "k":
+        return acc + partial * (left[None, :] if SWAP else left[:, None])
+    if UNIFORM_B:
+        # All columns of the tile share one scale: one product a row, not one an element.
+        high = tl.min(b_rows, axis=0) // B_GROUP
+        right = tl.load(b_outer + high.to(tl.int64) * b_outer_n + tl.cast(first // B_OUTER_K, tl.int64) * b_outer_k)
+        both = tl.minimum(left * right, LARGEST)
+        both = tl.where(left == left, both, left)
+        return acc + partial * (both[None, :] if SWAP else both[:, None])
+    right = _outer(b_outer, b_rows, first // B_OUTER_K, N, b_outer_n, b_outer_k, B_GROUP)
+    both = right[:, None] * left[None, :] if SWAP else left[:, None] * right[None, :]
+    return acc + partial * tl.where(both < float("inf"), both, tl.where(both == both, LARGEST, both))
+
+
+@triton.jit
+def product(
+    a, a_inner, a_outer, b, b_inner, b_outer, bias, residual, out, partials, M, N, K, a_stride, a_inner_m, a_inner_k,
+    a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
+    A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
+    A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
+    B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
+    PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of y, or (SPLIT_K above 1) of one of the SPLIT_K sums that make it, into `partials` (SPLIT_K, M, N).
+
+    A_OUTER, B_OUTER: "" none, `const` the same along K, `reciprocal`, `k` one for each A_OUTER_K columns.
+    PROMOTE: whether the sum over a K-block starts anew and is added in float32.
+    SWAP: weights on the side of the matrix instruction that is 64 high, so that few tokens fill it.
+    """
+    tile_m, tile_n = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    HIGH: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    WIDE: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    TYPE: tl.constexpr = tl.int32 if DOT == "int8" else tl.float32
+    acc = tl.zeros((HIGH, WIDE), dtype=TYPE)
+    per_split = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
+    start = tl.program_id(1) * per_split * BLOCK_K
+    end = tl.minimum(start + per_split * BLOCK_K, K)
+    for first in range(start, end, BLOCK_K):
+        left = operand(
+            a,
+            a_inner,
+            rows,
+            first,
+            M,
+            K,
+            a_stride,
+            a_inner_m,
+            a_inner_k,
+            A_SIDE,
+            A_INNER,
+            A_INNER_K,
+            DOT,
+            EVEN_K,
+            BLOCK_K,
+        )
+        right = operand(
+            b, b_inner, columns, first, N, K, K, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT, EVEN_K, BLOCK_K
+        )
+        if PROMOTE:
+            partial = dot(left, right, tl.zeros((HIGH, WIDE), dtype=TYPE), PARTS, SWAP)
+            acc = _accumulated(
+                acc, partial, a_outer, b_outer, rows, columns, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
+                A_OUTER, B_OUTER, A_GROUP, B_GROUP, A_OUTER_K, B_OUTER_K, UNIFORM_B, SWAP,
+            )  # fmt: skip
+        else:
+            acc = dot(left, right, acc, PARTS, SWAP)
+    if SPLIT_K == 1:
+        finish(
+            acc, a_outer, b_outer, bias, residual, out, rows, columns, M, N, a_outer_m, b_outer_n, A_OUTER, B_OUTER,
+            A_GROUP, B_GROUP, SWAP,
+        )  # fmt: skip
+    else:
+        m, n = (rows[None, :], columns[:, None]) if SWAP else (rows[:, None], columns[None, :])
+        at = (tl.program_id(1).to(tl.int64) * M + m) * N + n
+        tl.store(partials + at, acc, mask=(m < M) & (n < N))
+
+
+@triton.jit
+def add_partials(
+    partials, a_outer, b_outer, bias, residual, out, M, N, a_outer_m, b_outer_n, A_OUTER: tl.constexpr,
+    B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums of `product` with SPLIT_K above 1, added in their order, finished and written."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=partials.dtype.element_ty)
+    for split in tl.static_range(SPLIT_K):
+        acc += tl.load(partials + split * tl.cast(M, tl.int64) * N + at, mask=inside, other=0)
+    finish(
+        acc, a_outer, b_outer, bias, residual, out, rows, columns, M, N, a_outer_m, b_outer_n, A_OUTER, B_OUTER,
+        A_GROUP, B_GROUP, False,
+    )  # fmt: skip

@@ -1,0 +1,279 @@
+"""Products by the Triton kernels of `triton_matmul`: what `reference.quantized_linear` does, for every pair of formats.
+
+Which matrix instruction multiplies depends on both operands and on the GPU (`instruction_of`); how the work is cut into
+programs (`Blocking`) depends on the shape.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from olq_fx.formats import get_format
+from olq_fx.kernels import reference, triton_matmul
+from olq_fx.kernels.triton_calls import Call, as_bytes, run
+
+_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+"""How many bfloat16 numbers make one of a wider dtype."""
+
+_PROGRAMS = 264
+"""How many programs fill a large GPU: two for each of 132 multiprocessors."""
+
+_LONGEST_INT8 = (2**31 - 1) // 127**2
+"""Columns whose products of int8 codes cannot overflow an int32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """One side of a product, as the kernels take it: see `triton_matmul`.
+
+    Attributes:
+        side: `plain` or the element of its codes.
+        codes: (R, K) values or codes.
+        inner: scale that is multiplied into the codes, `e8m0`, `e4m3` or "", each of `inner_k` columns.
+        outer: scale that is applied to sums: "", `const`, `reciprocal`, or `k` for one each `outer_k` columns.
+        group: rows that share an outer scale, 0 for all.
+        inner_scale, outer_scale: the tensors, or None.
+    """
+
+    side: str
+    codes: Tensor
+    inner: str = ""
+    inner_k: int = 1
+    outer: str = ""
+    group: int = 1
+    outer_k: int = 1
+    inner_scale: Tensor | None = None
+    outer_scale: Tensor | None = None
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of the inner and of the outer scales, by row and by column."""
+        inner = (0, 0) if self.inner_scale is None else self.inner_scale.stride()
+        outer = (0, 0) if self.outer_scale is None else self.outer_scale.stride()
+        return (*inner, *outer)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """In the order of the kernels' names: SIDE, INNER, INNER_K, OUTER, GROUP, OUTER_K."""
+        return self.side, self.inner, self.inner_k, self.outer, self.group, self.outer_k
+
+
+def operand_of(parts: Sequence[Tensor], format: str) -> Operand:
+    """The parts of a quantized tensor, or a list of one plain tensor ("" for its format), as an operand."""
+    if not format:
+        return Operand("plain", parts[0])
+    found = get_format(format)
+    codes, scale, *rest = map(as_bytes, parts)
+    rows, columns = found.group
+    if found.scale == "float32":
+        outer = "const" if columns is None else "k"
+        return Operand(found.element, codes, outer=outer, group=rows or 0, outer_k=columns or 1, outer_scale=scale)
+    assert columns is not None
+    inside = Operand(found.element, codes, inner=found.scale, inner_k=columns, inner_scale=scale)
+    if found.coarse is None:
+        return inside
+    high, wide = found.coarse
+    outer = "reciprocal" if high is None else "const" if wide is None else "k"
+    return dataclasses.replace(inside, outer=outer, group=high or 0, outer_k=wide or 1, outer_scale=rest[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """How operands enter the matrix instruction.
+
+    Attributes:
+        dot: `fp8`, `int8`, `fp16`, `bf16`.
+        parts: how many bfloat16 make one activation.
+        promote: whether sums over K-blocks are added apart, in float32.
+    """
+
+    dot: str
+    parts: int
+    promote: bool
+
+
+def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: bool = False) -> Instruction:
+    """The matrix instruction for activations `a` and weight `b` on a GPU of this compute capability.
+
+    Codes enter as they are where both are int8 or both e4m3 (from sm_89 on) without inner scales, else as the fp16 or
+    bfloat16 numbers that they are, which is exact. Sums of fp8 products are narrow before sm_100 and are promoted to
+    float32 each K-block, unless `fast_accum` allows them not to be.
+    """
+    by_block = "k" in (a.outer, b.outer)
+    if a.side == b.side == "int8" and not by_block and k <= _LONGEST_INT8:
+        return Instruction("int8", 1, False)
+    if a.side == b.side == "e4m3" and not (a.inner or b.inner) and capability >= 89:
+        return Instruction("fp8", 1, by_block or (capability < 100 and not fast_accum))
+    if a.side == "plain":
+        if a.codes.dtype == torch.float16 and b.inner != "e8m0":
+            return Instruction("fp16", 1, by_block)
+        return Instruction("bf16", _PARTS[a.codes.dtype], by_block)
+    return Instruction("bf16", 1, by_block)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocking:
+    """How a product is cut into programs.
+
+    Attributes:
+        block_m, block_n, block_k: the tile of one program, and how much of K it takes at a time.
+        swap: whether the weight is on the side of the matrix instruction that is 64 high.
+        split_k: how many programs share the sum over K of one tile.
+        group: tiles down before one to the right.
+        num_warps, num_stages: of a program.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    swap: bool = False
+    split_k: int = 1
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction) -> Blocking:
+    """An analytic first choice: few tokens on the narrow side, enough programs, tiles that stay in registers."""
+    decoded = instruction.dot in ("bf16", "fp16") and b.side != "plain"
+    widest = 64 if decoded else 128
+    block_k = min([widest, *(side.outer_k for side in (a, b) if side.outer == "k")])
+    if m <= 64:
+        block_m = max(16, 1 << (m - 1).bit_length())
+        block_n = 64 if decoded else 128
+        tiles = -(-n // block_n)
+        split = max(1, min(_PROGRAMS // tiles, k // (4 * block_k), 16))
+        warps = 8 if block_m == 64 else 4
+        return Blocking(block_m, block_n, block_k, swap=True, split_k=split, num_warps=warps, num_stages=3)
+    if decoded:
+        return Blocking(64, 128, block_k, num_warps=8)
+    return Blocking(128, 128, block_k, num_warps=8, num_stages=3)
+
+
+def quantized_linear(
+    x: Sequence[Tensor],
+    activation_format: str,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    k: int,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    capability: int,
+    fast_accum: bool = False,
+) -> Tensor:
+    """`reference.quantized_linear`: the parts of (M, K) and of (N, K) to (M, N) of `dtype`.
+
+    Args:
+        x: the parts of the activations, or a list of one tensor in bf16, fp16 or float32.
+        activation_format: their format, "" for original precision.
+        weight: the parts of the weight.
+        weight_format: its format.
+        k: K.
+        dtype: bf16, fp16 or float32.
+        bias: (N,) or None.
+        residual: (M, N) or None, added after the rounding.
+        capability: of the GPU, 90 for sm_90.
+        fast_accum: lets products of fp8 with scales by row or tensor stay in the narrow accumulators of sm_89 and
+            sm_90.
+    """
+    m, n = x[0].shape[0], weight[0].shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return reference.quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)
+    out = torch.empty((m, n), dtype=dtype, device=x[0].device)
+    x = x if activation_format else [x[0] if x[0].stride(1) == 1 else x[0].contiguous()]
+    run(
+        product_calls(
+            x,
+            activation_format,
+            weight,
+            weight_format,
+            k,
+            out,
+            bias=bias,
+            residual=residual,
+            capability=capability,
+            fast_accum=fast_accum,
+        )  # fmt: skip
+    )
+    return out
+
+
+def product_calls(
+    x: Sequence[Tensor],
+    activation_format: str,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    k: int,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    capability: int,
+    fast_accum: bool = False,
+    blocking: Blocking | None = None,
+) -> list[Call]:
+    """The kernels that fill `out` (M, N); the other arguments are those of `quantized_linear`.
+
+    Args:
+        blocking: in place of the analytic choice. Its `block_k` must divide the groups of scales along K.
+    """
+    a, b = operand_of(x, activation_format), operand_of(weight, weight_format)
+    m, n = out.shape
+    instruction = instruction_of(a, b, k, capability, fast_accum)
+    chosen = blocking or blocking_of(m, n, k, a, b, instruction)
+    residual = None if residual is None else residual.contiguous()
+    partials = None
+    if chosen.split_k > 1:
+        kind = torch.int32 if instruction.dot == "int8" else torch.float32
+        partials = torch.empty((chosen.split_k, m, n), dtype=kind, device=out.device)
+    programs = -(-m // chosen.block_m) * -(-n // chosen.block_n)
+    args = (
+        *(a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale),
+        *(bias, residual, out, partials, m, n, k, a.codes.stride(0), *a.strides, *b.strides),
+    )
+    names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
+    constants = {
+        **{f"A_{name}": value for name, value in zip(names, a.constants, strict=True)},
+        **{f"B_{name}": value for name, value in zip(names, b.constants, strict=True)},
+        "DOT": instruction.dot,
+        "PARTS": instruction.parts,
+        "PROMOTE": instruction.promote,
+        "EVEN_K": k % chosen.block_k == 0,
+        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
+        "SWAP": chosen.swap,
+        "SPLIT_K": chosen.split_k,
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
+        "GROUP": chosen.group,
+    }
+    grid = (programs, chosen.split_k)
+    kernel = triton_matmul.product
+    calls = [Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages, fuse=True)]
+    if partials is not None:
+        calls.append(_sum_call(partials, a, b, bias, residual, out))
+    return calls
+
+
+def _sum_call(
+    partials: Tensor, a: Operand, b: Operand, bias: Tensor | None, residual: Tensor | None, out: Tensor
+) -> Call:
+    """The kernel that adds what the programs of one tile have summed."""
+    m, n = out.shape
+    block_m, block_n = 8, 128
+    args = (partials, a.outer_scale, b.outer_scale, bias, residual, out, m, n, a.strides[2], b.strides[2])
+    constants = {
+        "A_OUTER": a.outer,
+        "B_OUTER": b.outer,
+        "A_GROUP": a.group,
+        "B_GROUP": b.group,
+        "SPLIT_K": partials.shape[0],
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+    grid = (-(-m // block_m), -(-n // block_n))
+    return Call(triton_matmul.add_partials, grid, args, constants, fuse=True)
