@@ -9,6 +9,8 @@
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
+- `triton_matmul`: Triton kernels that multiply; `triton_product` chooses instruction and tiles, and launches them.
+- `triton_ops`: the operators on a GPU's tensors, by these kernels.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
 - `registry`: which of them runs a layer, with the reason.
 """

@@ -13,8 +13,9 @@ A tensor in a format is a list of plain tensors, its parts (`numerics.part_specs
 straight through its quantization: what the product with the dequantized weight would have. `quantized_linear` is what
 compiled inference calls: it has no gradient (an error where one is wanted) and so no call to Python for autograd.
 
-A CPU tensor goes to the native kernels where they can be built (`registry.select` says whether); everything else to
-`reference`, which defines the values. `kernel` names one of the registry that must run the product; "" is the best.
+A CPU tensor goes to the native kernels where they can be built, a GPU's tensor to the Triton kernels
+(`registry.select` says whether); everything else to `reference`, which defines the values. `kernel` names one of the
+registry that must run the product; "" is the best.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 from olq_fx import numerics, torch_private
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import get_format
-from olq_fx.kernels import native, reference
+from olq_fx.kernels import native, reference, triton_ops
 
 _SCHEMAS = (
     "quantize(Tensor x, str format, str rule) -> Tensor[]",
@@ -179,8 +180,9 @@ def _register() -> None:
         name = f"olq_fx::{implementation.__name__}"
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         _LIBRARY.impl(name, getattr(native, implementation.__name__), "CPU")
-        torch_private.hide_from_dynamo(implementation)
-        torch_private.hide_from_dynamo(getattr(native, implementation.__name__))
+        _LIBRARY.impl(name, getattr(triton_ops, implementation.__name__), "CUDA")
+        for module in (reference, native, triton_ops):
+            torch_private.hide_from_dynamo(getattr(module, implementation.__name__))
         torch.library.register_fake(name, fake, lib=_LIBRARY)
     for name in ("olq_fx::quantize", "olq_fx::dequantize"):
         torch.library.register_autograd(name, _not_differentiable, lib=_LIBRARY)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 from olq_fx.formats import get_format
-from olq_fx.kernels import native
+from olq_fx.kernels import native, triton_ops
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,11 +29,19 @@ class Kernel:
 
     Attributes:
         name: as the plan shows it.
-        refusal: why it cannot run a product; "" if it can.
+        device_type: the one device that it runs on; "" for any.
+        refuses: why it cannot run a product there; "" if it can.
     """
 
     name: str
-    refusal: Callable[[Product], str]
+    device_type: str
+    refuses: Callable[[Product], str]
+
+    def refusal(self, product: Product) -> str:
+        """Why it cannot run a product; "" if it can."""
+        if self.device_type not in ("", product.device_type):
+            return f"runs on {self.device_type}, not on {product.device_type}"
+        return self.refuses(product)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +72,9 @@ def select(
     """
     product = Product(kind, weight_format, activation_format or "", n, k, device_type)
     reasons: list[str] = []
-    for kernel in KERNELS:
+    # Kernels for other devices are no reason where there are some for this one.
+    here = [kernel for kernel in KERNELS if kernel.device_type in ("", device_type)]
+    for kernel in here if any(kernel.device_type for kernel in here) else KERNELS:
         refusal = kernel.refusal(product)
         if not refusal:
             return KernelChoice(kernel.name, "; ".join(reasons))
@@ -86,11 +96,15 @@ def refusal(
 
 
 def _native_cpu(product: Product) -> str:
-    if product.device_type != "cpu":
-        return f"runs on cpu, not on {product.device_type}"
-    if product.kind != "linear":
-        return f"runs linear layers, not {product.kind}"
-    return native.why_not()
+    return _not_linear(product) or native.why_not()
+
+
+def _triton(product: Product) -> str:
+    return _not_linear(product) or triton_ops.why_not()
+
+
+def _not_linear(product: Product) -> str:
+    return "" if product.kind == "linear" else f"runs linear layers, not {product.kind}"
 
 
 def _reference(product: Product) -> str:
@@ -98,5 +112,9 @@ def _reference(product: Product) -> str:
     return ""
 
 
-KERNELS = (Kernel(native.NAME, _native_cpu), Kernel("reference", _reference))
+KERNELS = (
+    Kernel(native.NAME, "cpu", _native_cpu),
+    Kernel(triton_ops.NAME, "cuda", _triton),
+    Kernel("reference", "", _reference),
+)
 """Every kernel, best first."""

@@ -48,7 +48,9 @@ def _plain(x, rows, first, R, K, row_stride, EVEN_K: tl.constexpr, BLOCK_K: tl.c
 
 
 @triton.jit
-def _inner(scale, rows, first, R, K, row_stride, column_stride, INNER: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def _inner(
+    scale, rows, first, R, K, row_stride, column_stride, INNER: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     """(rows, BLOCK_K / GROUP) inner scales in float32; 0 outside."""
     wide = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
     at = rows.to(tl.int64)[:, None] * row_stride + wide.to(tl.int64)[None, :] * column_stride
@@ -188,9 +190,10 @@ def _constant(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.const
 
 
 @triton.jit
-def _accumulated(acc, partial, a_outer, b_outer, a_rows, b_rows, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr, A_OUTER_K: tl.constexpr,
-    B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
+def _accumulated(
+    acc, partial, a_outer, b_outer, a_rows, b_rows, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr,
+    A_OUTER_K: tl.constexpr, B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """`acc` plus the sum over one K-block times its outer scales."""
     left = tl.full(a_rows.shape, 1.0, tl.float32)

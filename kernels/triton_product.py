@@ -49,11 +49,13 @@ class Operand:
     outer_scale: Tensor | None = None
 
     @property
-    def strides(self) -> tuple[int, int, int, int]:
+    def strides(self) -> tuple[int, ...]:
         """Of the inner and of the outer scales, by row and by column."""
-        inner = (0, 0) if self.inner_scale is None else self.inner_scale.stride()
-        outer = (0, 0) if self.outer_scale is None else self.outer_scale.stride()
-        return (*inner, *outer)
+        return tuple(
+            stride
+            for scale in (self.inner_scale, self.outer_scale)
+            for stride in ((0, 0) if scale is None else scale.stride())
+        )
 
     @property
     def constants(self) -> tuple[Any, ...]:
@@ -136,21 +138,25 @@ class Blocking:
     num_stages: int = 3
 
 
-def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction) -> Blocking:
+def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int) -> Blocking:
     """An analytic first choice: few tokens on the narrow side, enough programs, tiles that stay in registers."""
-    decoded = instruction.dot in ("bf16", "fp16") and b.side != "plain"
-    widest = 64 if decoded else 128
+    decoded = instruction.dot in ("bf16", "fp16")
+    # Each part of a wide activation is one more operand in registers.
+    widest = 32 if instruction.parts > 1 else 64 if decoded else 128
     block_k = min([widest, *(side.outer_k for side in (a, b) if side.outer == "k")])
     if m <= 64:
-        block_m = max(16, 1 << (m - 1).bit_length())
+        block_m = max(16, min(1 << (m - 1).bit_length(), 32 if instruction.parts > 1 else 64))
         block_n = 64 if decoded else 128
-        tiles = -(-n // block_n)
+        tiles = -(-m // block_m) * -(-n // block_n)
         split = max(1, min(_PROGRAMS // tiles, k // (4 * block_k), 16))
         warps = 8 if block_m == 64 else 4
-        return Blocking(block_m, block_n, block_k, swap=True, split_k=split, num_warps=warps, num_stages=3)
-    if decoded:
+        return Blocking(block_m, block_n, block_k, swap=True, split_k=split, num_warps=warps)
+    if instruction.parts > 1:
+        return Blocking(64, 64, block_k)
+    # Where accumulators are registers of mma.sync, those of two sums and the operands leave no room for a larger tile.
+    if decoded or (instruction.promote and capability in (86, 89, 120)):
         return Blocking(64, 128, block_k, num_warps=8)
-    return Blocking(128, 128, block_k, num_warps=8, num_stages=3)
+    return Blocking(128, 128, block_k, num_warps=8)
 
 
 def quantized_linear(
@@ -185,20 +191,14 @@ def quantized_linear(
         return reference.quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)
     out = torch.empty((m, n), dtype=dtype, device=x[0].device)
     x = x if activation_format else [x[0] if x[0].stride(1) == 1 else x[0].contiguous()]
-    run(
-        product_calls(
-            x,
-            activation_format,
-            weight,
-            weight_format,
-            k,
-            out,
-            bias=bias,
-            residual=residual,
-            capability=capability,
-            fast_accum=fast_accum,
-        )  # fmt: skip
+    calls = product_calls(
+        *(x, activation_format, weight, weight_format, k, out),
+        bias=bias,
+        residual=residual,
+        capability=capability,
+        fast_accum=fast_accum,
     )
+    run(calls)
     return out
 
 
@@ -224,7 +224,7 @@ def product_calls(
     a, b = operand_of(x, activation_format), operand_of(weight, weight_format)
     m, n = out.shape
     instruction = instruction_of(a, b, k, capability, fast_accum)
-    chosen = blocking or blocking_of(m, n, k, a, b, instruction)
+    chosen = blocking or blocking_of(m, n, k, a, b, instruction, capability)
     residual = None if residual is None else residual.contiguous()
     partials = None
     if chosen.split_k > 1:

@@ -179,7 +179,10 @@ def test_a_library_of_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_what_the_registry_says() -> None:
     assert select("linear", "mxfp4", None, 8, 8, "cpu") == KernelChoice("native_cpu", "")
     on_gpu = select("linear", "mxfp4", "mxfp4", 8, 8, "cuda")
-    assert on_gpu == KernelChoice("reference", "native_cpu: runs on cpu, not on cuda")
+    assert on_gpu == KernelChoice("triton", "")
+    elsewhere = select("linear", "mxfp4", "mxfp4", 8, 8, "mps")
+    assert elsewhere.reason == "native_cpu: runs on cpu, not on mps; triton: runs on cuda, not on mps"
+    assert elsewhere.name == "reference"
     assert select("moe", "mxfp4", "mxfp4", 8, 8, "cpu").name == "reference"
     assert [kernel.name for kernel in KERNELS][-1] == "reference"
 
