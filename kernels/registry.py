@@ -31,11 +31,13 @@ class Kernel:
         name: as the plan shows it.
         device_type: the one device that it runs on; "" for any.
         refuses: why it cannot run a product there; "" if it can.
+        asked_for: whether it runs only what asks for it by name.
     """
 
     name: str
     device_type: str
     refuses: Callable[[Product], str]
+    asked_for: bool = False
 
     def refusal(self, product: Product) -> str:
         """Why it cannot run a product; "" if it can."""
@@ -73,8 +75,9 @@ def select(
     product = Product(kind, weight_format, activation_format or "", n, k, device_type)
     reasons: list[str] = []
     # Kernels for other devices are no reason where there are some for this one.
-    here = [kernel for kernel in KERNELS if kernel.device_type in ("", device_type)]
-    for kernel in here if any(kernel.device_type for kernel in here) else KERNELS:
+    free = [kernel for kernel in KERNELS if not kernel.asked_for]
+    here = [kernel for kernel in free if kernel.device_type in ("", device_type)]
+    for kernel in here if any(kernel.device_type for kernel in here) else free:
         refusal = kernel.refusal(product)
         if not refusal:
             return KernelChoice(kernel.name, "; ".join(reasons))
@@ -103,6 +106,14 @@ def _triton(product: Product) -> str:
     return _not_linear(product) or triton_ops.why_not()
 
 
+def _fast_accum(product: Product) -> str:
+    for name in (product.weight_format, product.activation_format):
+        found = get_format(name) if name else None
+        if found is None or found.element != "e4m3" or found.scale != "float32" or found.group[1] is not None:
+            return "multiplies float8 by float8 with scales by tensor or by row only"
+    return _triton(product)
+
+
 def _not_linear(product: Product) -> str:
     return "" if product.kind == "linear" else f"runs linear layers, not {product.kind}"
 
@@ -115,6 +126,7 @@ def _reference(product: Product) -> str:
 KERNELS = (
     Kernel(native.NAME, "cpu", _native_cpu),
     Kernel(triton_ops.NAME, "cuda", _triton),
+    Kernel(triton_ops.FAST_ACCUM, "cuda", _fast_accum, asked_for=True),
     Kernel("reference", "", _reference),
 )
 """Every kernel, best first."""

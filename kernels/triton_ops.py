@@ -18,6 +18,9 @@ from olq_fx.kernels import reference
 NAME = "triton"
 """What these kernels are called in the registry."""
 
+FAST_ACCUM = "triton_fast_accum"
+"""The same, where sums of float8 products may stay in the narrow accumulators of sm_89 and sm_90."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST = 80
 _FLOAT8 = 89
@@ -85,7 +88,7 @@ def linear(
     m, k = reference.check_activation(x)
     reference.check_operands(m, k, weight, weight_format, bias, residual)
     parts = quantize(x, activation_format, rule) if activation_format else [x]
-    return _product(parts, activation_format, weight, weight_format, k, x.dtype, bias, residual)
+    return _product(parts, activation_format, weight, weight_format, k, x.dtype, bias, residual, kernel)
 
 
 def quantized_linear(
@@ -105,12 +108,12 @@ def quantized_linear(
     reference.refuse_gradient(*x, bias, residual)
     m = reference.check_quantized_activation(x, activation_format, k)
     reference.check_operands(m, k, weight, weight_format, bias, residual)
-    return _product(x, activation_format, weight, weight_format, k, dtype, bias, residual)
+    return _product(x, activation_format, weight, weight_format, k, dtype, bias, residual, kernel)
 
 
 def _leaves(x: Tensor, dtype: torch.dtype, kernel: str) -> bool:
     """Whether a product is left to the reference."""
-    return kernel not in ("", NAME) or dtype not in _DTYPES or bool(why_not(capability_of(x.device)))
+    return kernel not in ("", NAME, FAST_ACCUM) or dtype not in _DTYPES or bool(why_not(capability_of(x.device)))
 
 
 def _product(
@@ -122,6 +125,7 @@ def _product(
     dtype: torch.dtype,
     bias: Tensor | None,
     residual: Tensor | None,
+    kernel: str,
 ) -> Tensor:
     from olq_fx.kernels import triton_product
 
@@ -129,7 +133,7 @@ def _product(
     capability = capability_of(x[0].device)
     with torch.cuda.device(x[0].device):
         return triton_product.quantized_linear(
-            x, activation_format, weight, weight_format, k, dtype, bias, residual, capability
+            *(x, activation_format, weight, weight_format, k, dtype, bias, residual, capability, kernel == FAST_ACCUM)
         )
 
 

@@ -60,7 +60,7 @@ class QuantizationConfig:
         weight_block_size: the blocks (N, K) of `fp8_per_block`; its activations have groups of 1 x K.
         num_bf16_fallback_layers: how many leading blocks of each numbered list of blocks keep original precision; None
             is 5 for weights in `mxfp4_dualscale` in lists of more than 10 blocks, and 0 for all others.
-        fast_accum: products may accumulate less precisely where a kernel has that; no CPU kernel has.
+        fast_accum: products may accumulate less precisely where a kernel has that: `triton_fast_accum` on a GPU.
         skip_unprofitable: layers that would become larger, or are expected to become slower, are left alone.
         linear_backend, moe_backend: the kernel that must run the layers of a kind, or `auto`.
         packed_modules_mapping: fused names and their shards beside those of `fused_layers.FUSED_LAYERS`.

@@ -22,7 +22,8 @@ from olq_fx.candidates import Candidate
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.configuration_options import AUTO
 from olq_fx.formats import get_format
-from olq_fx.kernels import registry
+from olq_fx.kernels import native, registry
+from olq_fx.kernels.triton_ops import FAST_ACCUM
 from olq_fx.numerics import quantized_bytes
 from olq_fx.schemes import Slot
 
@@ -79,7 +80,10 @@ def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend:
     if backend not in (AUTO, choice.name):
         refusal = registry.refusal(backend, *product)
         choice = registry.KernelChoice(backend, "the configuration asks for it")
-    reason = "; ".join(part for part in (choice.reason, _fast_accum(slot, fast_accum)) if part)
+    elif fast_accum and not registry.refusal(FAST_ACCUM, *product):
+        backend = FAST_ACCUM
+        choice = registry.KernelChoice(FAST_ACCUM, "fast_accum asks for it")
+    reason = "; ".join(part for part in (choice.reason, _fast_accum(slot, fast_accum, choice.name)) if part)
     loss = f"takes more bytes than before ({after} instead of {before})" if after > before else ""
     if not loss and kind == "linear" and device != "meta":
         loss = _slow(choice.name, n * k)
@@ -90,12 +94,12 @@ def _slow(kernel: str, weights: int) -> str:
     """Why a product is expected to be slower than in bfloat16, or ""."""
     if kernel == "reference":
         return "expected to be slower than in bfloat16: the reference decodes the weight in each call"
-    if weights < SMALL:
+    if kernel == native.NAME and weights < SMALL:
         return f"expected to be slower than in bfloat16 for single rows: {weights} weights, fewer than {SMALL}"
     return ""
 
 
-def _fast_accum(slot: Slot, asked: bool) -> str:
-    """What the option comes to: no kernel of today has a less precise accumulation."""
-    floats = slot.activation is not None and get_format(slot.activation).element == "e4m3"
+def _fast_accum(slot: Slot, asked: bool, kernel: str) -> str:
+    """What the option comes to where no kernel with a less precise accumulation runs the layer."""
+    floats = slot.activation is not None and get_format(slot.activation).element == "e4m3" and kernel != FAST_ACCUM
     return "fast_accum changes nothing: this kernel accumulates in float32" if asked and floats else ""

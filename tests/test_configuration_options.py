@@ -52,7 +52,7 @@ REFUSED: list[tuple[str, Any, type[OlqFxError], str]] = [
     ("fast_accum", 0, ConfigurationTypeError, "fast_accum is true or false, not int: 0"),
     ("skip_unprofitable", "yes", ConfigurationTypeError, "skip_unprofitable is true or false, not str: 'yes'"),
     ("linear_backend", "cutlass", ConfigurationError,
-     "linear_backend: no kernel is called 'cutlass'; valid: auto, native_cpu, reference"),
+     "linear_backend: no kernel is called 'cutlass'; valid: auto, native_cpu, reference, triton, triton_fast_accum"),
     ("moe_backend", "native", ConfigurationError,
      "moe_backend: no kernel is called 'native'; did you mean 'native_cpu'?"),
     ("linear_backend", None, ConfigurationTypeError, "linear_backend is the name of a kernel, not NoneType: None"),

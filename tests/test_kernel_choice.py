@@ -118,6 +118,17 @@ def test_fast_accum_says_what_it_comes_to():
         assert "fast_accum" not in plan_for(config, model).rows[0].kernel_reason
 
 
+def test_fast_accum_on_a_gpu_is_a_kernel_of_its_own():
+    model = nn.ModuleDict({"up": nn.Linear(8, 8)})
+    row = plan_for({"quantization": "fp8_per_channel", "fast_accum": True}, model, device="cuda").rows[0]
+    assert (row.kernel, row.requested_kernel) == ("triton_fast_accum", "triton_fast_accum")
+    assert row.kernel_reason == "fast_accum asks for it"
+    row = plan_for({"quantization": "fp8_per_block", "fast_accum": True}, model, device="cuda").rows[0]
+    assert (row.kernel, row.requested_kernel) == ("triton", "")
+    assert "fast_accum changes nothing" in row.kernel_reason
+    assert plan_for("fp8_per_channel", model, device="cuda").rows[0].kernel == "triton"
+
+
 def test_expected_losses_are_said_and_can_be_skipped():
     sizes = {"tiny": (2, 2), "small": (256, 256), "large": (1024, 512)}
     with torch.device("cpu"):

@@ -49,7 +49,15 @@ def test_a_linear_runs_quantization_and_product(gpu, scheme):
     expected = reference.linear(x, weight, slot.weight, activation, rule, bias, None)
     torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-3)
     assert [name for name, _ in gpu["ran"]] == (["quantize"] if activation else []) + ["quantized_linear"]
-    assert gpu["ran"][-1] == ("quantized_linear", 90)
+    assert gpu["ran"][-1] == ("quantized_linear", False)
+
+
+def test_a_fast_accumulation_is_asked_for_by_name(gpu):
+    weight, slot = parts_of("fp8_per_channel")
+    args = (torch.randn(3, 64), weight, slot.weight, slot.activation, "amax", None, None)
+    triton_ops.linear(*args, kernel="triton_fast_accum")
+    triton_ops.linear(*args, kernel="triton")
+    assert [last for name, last in gpu["ran"] if name == "quantized_linear"] == [True, False]
 
 
 def test_codes_may_be_transposed(gpu):
