@@ -43,7 +43,7 @@ COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0"
         ((*PLAN, "-q", "int8", "-c", '{"ignore": ["0"]}'), "1 of 2 weights"),
         ((*PLAN, "-q", "int8", "--quantization-config.linear.activation", "null"), "/ none"),
         ((*PLAN, "-q", "online", "--quantization-config.targets.2", "mxfp4"), "1 of 2 weights"),
-        ((*PLAN, "-q", "int8", "--device", "cuda"), "cuda"),
+        ((*PLAN, "-q", "int8", "--device", "cuda"), "triton"),
         ((*PLAN, "-q", "int8", "--no-meta", "--dtype", "bfloat16"), "bfloat16"),
         (("plan", "cases:ready", "-q", "int8"), "2 of 2 weights"),
         ((*PLAN, "-q", "int8", "--against", "mxfp4"), "int8_per_channel_static"),
