@@ -111,8 +111,11 @@ def _dot(a, b, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def _outer(scale, rows, column, R, row_stride, column_stride, GROUP_R: tl.constexpr):
-    """The outer scales (rows,) of a K-block; GROUP_R: rows of a group, 0 for the whole axis."""
-    high = rows // GROUP_R if GROUP_R > 0 else rows * 0
+    """The outer scales (rows,) of a K-block.
+
+    GROUP_R: rows of a group; 0 for the whole axis; -n for n groups that take turns row by row.
+    """
+    high = rows // GROUP_R if GROUP_R > 0 else rows % -GROUP_R if GROUP_R < 0 else rows * 0
     at = high.to(tl.int64) * row_stride + tl.cast(column, tl.int64) * column_stride
     return tl.load(scale + at, mask=rows < R, other=0.0)
 
@@ -194,7 +197,8 @@ def _constant(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.const
     if OUTER == "const":
         return _outer(scale, rows, 0, R, row_stride, 0, GROUP_R)
     elif OUTER == "reciprocal":
-        return tl.div_rn(ones, _outer(scale, rows * 0, 0, 1, row_stride, 0, GROUP_R))
+        # Of rows beyond the last one too: 1 / 0 is no scale.
+        return tl.div_rn(ones, _outer(scale, tl.minimum(rows, R - 1), 0, R, row_stride, 0, GROUP_R))
     else:
         return ones
 
