@@ -113,8 +113,11 @@ def _dot(a, b, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def _outer(scale, rows, column, R, row_stride, column_stride, GROUP_R: tl.constexpr):
-    """The outer scales (rows,) of a K-block; GROUP_R: rows of a group, 0 for the whole axis."""
-    high = rows // GROUP_R if GROUP_R > 0 else rows * 0
+    """The outer scales (rows,) of a K-block.
+
+    GROUP_R: rows of a group; 0 for the whole axis; -n for n groups that take turns row by row.
+    """
+    high = rows // GROUP_R if GROUP_R > 0 else rows % -GROUP_R if GROUP_R < 0 else rows * 0
     at = high.to(tl.int64) * row_stride + tl.cast(column, tl.int64) * column_stride
     return tl.load(scale + at, mask=rows < R, other=0.0)
 
@@ -134,7 +137,7 @@ def scaled(value, a, b):
 
 
 @triton.jit
-def _tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def tile_at(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Row and column of a program's tile: GROUP tiles down before one to the right, so that operands stay in L2."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -145,11 +148,11 @@ def _tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def finish(
-    acc, a_outer, b_outer, bias, residual, out, rows, columns, M, N, a_outer_m, b_outer_n,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr, SWAP: tl.constexpr,
+def with_constants(
+    acc, a_outer, b_outer, rows, columns, M, N, a_outer_m, b_outer_n, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr,
+    A_GROUP: tl.constexpr, B_GROUP: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, one rounding to the output's dtype, the residual as an addition of its own; written to `out`.
+    """Sums times the scales that are the same along K, in float32.
 
     A_OUTER, B_OUTER: `const` for a scale that is the same along K, `reciprocal` for one that is kept as 1 / g.
     """
@@ -165,6 +168,18 @@ def finish(
             value = scaled(
                 value, tl.broadcast_to(left[:, None], value.shape), tl.broadcast_to(right[None, :], value.shape)
             )
+    return value
+
+
+@triton.jit
+def finish(
+    acc, a_outer, b_outer, bias, residual, out, rows, columns, M, N, a_outer_m, b_outer_n,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Scales, bias, one rounding to the output's dtype, the residual as an addition of its own; written to `out`."""
+    value = with_constants(
+        acc, a_outer, b_outer, rows, columns, M, N, a_outer_m, b_outer_n, A_OUTER, B_OUTER, A_GROUP, B_GROUP, SWAP
+    )
     m, n = (rows[None, :], columns[:, None]) if SWAP else (rows[:, None], columns[None, :])
     inside = (m < M) & (n < N)
     if bias is not None:
@@ -184,7 +199,8 @@ def _constant(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.const
     if OUTER == "const":
         return _outer(scale, rows, 0, R, row_stride, 0, GROUP_R)
     elif OUTER == "reciprocal":
-        return tl.div_rn(ones, _outer(scale, rows * 0, 0, 1, row_stride, 0, GROUP_R))
+        # Of rows beyond the last one too: 1 / 0 is no scale.
+        return tl.div_rn(ones, _outer(scale, tl.minimum(rows, R - 1), 0, R, row_stride, 0, GROUP_R))
     else:
         return ones
 
@@ -214,31 +230,22 @@ def _accumulated(
 
 
 @triton.jit
-def product(
-    a, a_inner, a_outer, b, b_inner, b_outer, bias, residual, out, partials, M, N, K, a_stride, a_inner_m, a_inner_k,
+def sum_over(
+    a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, start, end, M, N, K, a_stride, a_inner_m, a_inner_k,
     a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
     A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
-    PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y, or (SPLIT_K above 1) of one of the SPLIT_K sums that make it, into `partials` (SPLIT_K, M, N).
+    """The sums of one tile over columns `start` to `end` of K, but for the scales that are the same along K.
 
-    A_OUTER, B_OUTER: "" none, `const` the same along K, `reciprocal`, `k` one for each A_OUTER_K columns.
-    PROMOTE: whether the sum over a K-block starts anew and is added in float32.
-    SWAP: weights on the side of the matrix instruction that is 64 high, so that few tokens fill it.
+    `rows` of `a` need not follow each other; one that is M or more counts as zeros. The rest is as in `product`.
     """
-    tile_m, tile_n = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    HIGH: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
-    WIDE: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    HIGH: tl.constexpr = columns.shape[0] if SWAP else rows.shape[0]
+    WIDE: tl.constexpr = rows.shape[0] if SWAP else columns.shape[0]
     TYPE: tl.constexpr = tl.int32 if DOT == "int8" else tl.float32
     acc = tl.zeros((HIGH, WIDE), dtype=TYPE)
-    per_split = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
-    start = tl.program_id(1) * per_split * BLOCK_K
-    end = tl.minimum(start + per_split * BLOCK_K, K)
     for first in range(start, end, BLOCK_K):
         left = operand(
             a,
@@ -268,6 +275,37 @@ def product(
             )  # fmt: skip
         else:
             acc = dot(left, right, acc, PARTS, SWAP)
+    return acc
+
+
+@triton.jit
+def product(
+    a, a_inner, a_outer, b, b_inner, b_outer, bias, residual, out, partials, M, N, K, a_stride, a_inner_m, a_inner_k,
+    a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
+    A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
+    A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
+    B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
+    PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of y, or (SPLIT_K above 1) of one of the SPLIT_K sums that make it, into `partials` (SPLIT_K, M, N).
+
+    A_OUTER, B_OUTER: "" none, `const` the same along K, `reciprocal`, `k` one for each A_OUTER_K columns.
+    PROMOTE: whether the sum over a K-block starts anew and is added in float32.
+    SWAP: weights on the side of the matrix instruction that is 64 high, so that few tokens fill it.
+    """
+    tile_m, tile_n = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    per_split = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
+    start = tl.program_id(1) * per_split * BLOCK_K
+    end = tl.minimum(start + per_split * BLOCK_K, K)
+    acc = sum_over(
+        a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, start, end, M, N, K, a_stride, a_inner_m, a_inner_k,
+        a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K, A_OUTER, A_GROUP,
+        A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE, EVEN_K, UNIFORM_B,
+        SWAP, BLOCK_K,
+    )  # fmt: skip
     if SPLIT_K == 1:
         finish(
             acc, a_outer, b_outer, bias, residual, out, rows, columns, M, N, a_outer_m, b_outer_n, A_OUTER, B_OUTER,

@@ -1,0 +1,316 @@
+"""What a layer of experts computes, in pure PyTorch: the definition that the kernels of `triton_experts` are held to.
+
+T tokens choose k of E experts each. Their T x k pairs, in the order of their experts, make M = T x k rows: those of
+expert e are the segment from `offsets[e]` to `offsets[e + 1]`. Rows from `offsets[E]` on belong to nobody here: to
+experts of another device (index E), or to none.
+
+    segments = route(ids, E)
+    hidden = grouped_linear(x, ..., gate_up, ..., segments, gather=True)       (M, 2 I), in the order of experts
+    rows = grouped_linear(gated(hidden), ..., down, ..., segments, scatter=True)    (M, H), in the order of tokens
+    y = combine(rows, ids, weights)                                                  (T, H)
+
+Every product is that of `reference.quantized_linear`, rounded once to the dtype; weights of tokens are applied in
+float32, and the k products of a token are added in float32 in their order and rounded once.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from olq_fx import numerics
+from olq_fx.errors import ConversionError
+from olq_fx.formats import get_format
+from olq_fx.kernels import reference
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segments:
+    """Which rows belong to which expert; all on the device.
+
+    Attributes:
+        offsets: (E + 1,) int32 or int64, from 0, not falling.
+        order: (M,) int32 or int64, the pair (token x k + choice) of each row; None where rows are in their own order.
+        top_k: k.
+    """
+
+    offsets: Tensor
+    order: Tensor | None = None
+    top_k: int = 1
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.offsets.shape[0] - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stack:
+    """One weight of each of E experts.
+
+    Attributes:
+        parts: those of (N, K), `numerics.part_specs`, each with E of them in front. Where a scale belongs to a whole
+            tensor, it may be one for each of several shards of its rows: (E, shards, 1).
+        format: its name.
+        bias: (E, N) or None.
+        interleaved: whether the shards take turns row by row, instead of lying one after the other.
+    """
+
+    parts: Sequence[Tensor]
+    format: str
+    bias: Tensor | None = None
+    interleaved: bool = False
+
+    @property
+    def shards(self) -> int:
+        """How many scales of the whole tensor an expert has; 1 where the format has none such."""
+        found = get_format(self.format)
+        whole = (None, None)
+        return self.parts[1].shape[1] if found.group == whole else self.parts[2].shape[1] if found.coarse == whole else 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gated:
+    """The activation between the two products of an expert: act(gate) x up.
+
+    Attributes:
+        kind: `silu`, `gelu` (by erf), `gelu_tanh`, or `clamped`, which is that of gpt-oss: gate at most `limit`, up
+            within +-`limit`, (up + 1) x gate x sigmoid(alpha x gate).
+        interleaved: whether gate and up take turns column by column, instead of being the two halves.
+        alpha, limit: of `clamped`.
+    """
+
+    kind: Literal["silu", "gelu", "gelu_tanh", "clamped"]
+    interleaved: bool = False
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """The experts of a layer.
+
+    Attributes:
+        gate_up: (E, 2 I, H).
+        down: (E, H, I).
+        gated: what is between them.
+        activation_format: of what both products read; "" for original precision.
+        rule: its scale rule.
+    """
+
+    gate_up: Stack
+    down: Stack
+    gated: Gated
+    activation_format: str = ""
+    rule: str = ""
+
+
+def route(ids: Tensor, experts: int) -> Segments:
+    """Bring pairs in the order of their experts; those of one expert keep theirs.
+
+    Args:
+        ids: (T, k) integers; whatever is not from 0 to E - 1 belongs to nobody here, and comes last.
+        experts: E.
+    """
+    flat = ids.reshape(-1).to(torch.int64)
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    order = torch.sort(flat, stable=True).indices.to(torch.int32)
+    counts = functional.one_hot(flat, experts + 1).sum(0)[:experts]
+    offsets = functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    return Segments(offsets, order, ids.shape[1])
+
+
+def grouped_linear(
+    x: Sequence[Tensor],
+    activation_format: str,
+    stack: Stack,
+    k: int,
+    dtype: torch.dtype,
+    segments: Segments,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The product of each segment with the weight of its expert.
+
+    Args:
+        x: the parts of the activations, or a list of one tensor: (M, K), or with `gather` (T, K).
+        activation_format: their format, "" for original precision.
+        stack: (E, N, K).
+        k: K.
+        dtype: of the result.
+        segments: which rows belong to which expert.
+        gather: whether a row is read where its token lies, at `order // top_k`.
+        scatter: whether it is written where its pair lies, at `order`.
+        weights: (T, k) float32, or None: multiplied with the rounded products of their pairs, and rounded again.
+
+    Returns:
+        (M, N); rows that belong to nobody are 0.
+
+    Raises:
+        ConversionError: operands do not fit.
+    """
+    m = check_grouped(x, activation_format, stack, k, segments, gather, scatter, weights)
+    y = torch.zeros((m, stack.parts[0].shape[1]), dtype=dtype, device=x[0].device)
+    for expert, (start, stop) in enumerate(itertools.pairwise(segments.offsets.tolist())):
+        if start == stop:
+            continue
+        positions = torch.arange(start, stop, device=y.device)
+        pairs = positions if segments.order is None else segments.order[start:stop].to(torch.int64)
+        rows = rows_at(x, activation_format, pairs // segments.top_k if gather else positions)
+        product = _of_expert(rows, activation_format, stack, expert, k, dtype)
+        if weights is not None:
+            product = (product.to(torch.float32) * weights.reshape(-1)[pairs][:, None]).to(dtype)
+        y[pairs if scatter else positions] = product
+    return y
+
+
+def rows_at(parts: Sequence[Tensor], format: str, rows: Tensor) -> list[Tensor]:
+    """The parts of some rows of a quantized activation, or of a list of one tensor ("" for its format)."""
+    if not format:
+        return [parts[0][rows]]
+    found = get_format(format)
+    high = (1, found.group[0], found.coarse[0] if found.coarse else None)
+    return [part if extent is None else part[rows] for part, extent in zip(parts, high, strict=False)]
+
+
+def shard_of(stack: Stack, expert: int, shard: int) -> tuple[list[Tensor], slice]:
+    """The parts of one shard of an expert's weight, and which of its N rows they are."""
+    n, found = stack.parts[0].shape[1], get_format(stack.format)
+    size = n // stack.shards
+    rows = slice(shard, n, stack.shards) if stack.interleaved else slice(shard * size, (shard + 1) * size)
+    if stack.shards == 1:
+        return [part[expert] for part in stack.parts], rows
+    high = (1, found.group[0], found.coarse[0] if found.coarse else None)
+    return [
+        part[expert][shard : shard + 1] if extent is None else part[expert][rows]
+        for part, extent in zip(stack.parts, high, strict=False)
+    ], rows
+
+
+def _of_expert(
+    rows: Sequence[Tensor], activation_format: str, stack: Stack, expert: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    bias = None if stack.bias is None else stack.bias[expert]
+    y = torch.empty((rows[0].shape[0], stack.parts[0].shape[1]), dtype=dtype, device=rows[0].device)
+    for shard in range(stack.shards):
+        parts, columns = shard_of(stack, expert, shard)
+        of_shard = None if bias is None else bias[columns]
+        y[:, columns] = reference.quantized_linear(
+            rows, activation_format, parts, stack.format, k, dtype, of_shard, None
+        )
+    return y
+
+
+def gated(hidden: Tensor, activation: Gated) -> Tensor:
+    """(M, 2 I) to (M, I) of its dtype, rounded to it wherever PyTorch rounds in eager mode."""
+    half, dtype = hidden.shape[1] // 2, hidden.dtype
+    gate, up = (hidden[:, ::2], hidden[:, 1::2]) if activation.interleaved else hidden.split(half, dim=1)
+    if activation.kind == "clamped":
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        factor = torch.sigmoid((gate.to(torch.float32) * activation.alpha).to(dtype).to(torch.float32)).to(dtype)
+        return (up + 1) * (gate * factor)
+    wide = gate.to(torch.float32)
+    if activation.kind == "silu":
+        value = functional.silu(wide)
+    else:
+        value = functional.gelu(wide, approximate="tanh" if activation.kind == "gelu_tanh" else "none")
+    return value.to(dtype) * up
+
+
+def combine(rows: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """The weighted sum of the products of each token.
+
+    Args:
+        rows: (T x k, H).
+        ids: (T, k): rows of pairs that belong to nobody are not read.
+        weights: (T, k) float32.
+        experts: E.
+
+    Returns:
+        (T, H) of the dtype of `rows`.
+    """
+    by_token = rows.reshape(*ids.shape, rows.shape[1])
+    mine = (ids >= 0) & (ids < experts)
+    total = torch.zeros((ids.shape[0], rows.shape[1]), dtype=torch.float32, device=rows.device)
+    for choice in range(ids.shape[1]):
+        term = by_token[:, choice].to(torch.float32) * weights[:, choice, None]
+        total = total + torch.where(mine[:, choice, None], term, 0.0)
+    return total.to(rows.dtype)
+
+
+def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> Tensor:
+    """All experts of a layer.
+
+    A statistic of a whole tensor is that of `x` for the first product, and that of the rows of all segments for the
+    second.
+
+    Args:
+        x: (T, H) of a floating dtype.
+        ids: (T, k).
+        weights: (T, k) float32.
+        experts: the weights.
+
+    Returns:
+        (T, H) of the dtype of `x`.
+    """
+    segments, name = route(ids, experts.gate_up.parts[0].shape[0]), experts.activation_format
+
+    def activations(values: Tensor) -> Sequence[Tensor]:
+        return numerics.quantize(values, get_format(name), experts.rule) if name else [values]
+
+    hidden = grouped_linear(activations(x), name, experts.gate_up, x.shape[1], x.dtype, segments, gather=True)
+    inner = gated(hidden[: int(segments.offsets[-1])], experts.gated)
+    missing = hidden.shape[0] - inner.shape[0]
+    parts = [functional.pad(part, (0, 0, 0, missing)) if part.shape[0] == inner.shape[0] else part
+             for part in activations(inner)]
+    rows = grouped_linear(parts, name, experts.down, inner.shape[1], x.dtype, segments, scatter=True)
+    return combine(rows, ids, weights, segments.experts)
+
+
+def check_grouped(
+    x: Sequence[Tensor],
+    activation_format: str,
+    stack: Stack,
+    k: int,
+    segments: Segments,
+    gather: bool,
+    scatter: bool,
+    weights: Tensor | None,
+) -> int:
+    """Hold the operands of `grouped_linear` to each other by their shapes.
+
+    Returns:
+        M.
+
+    Raises:
+        ConversionError: one of them does not fit.
+        ConfigurationError: no format has that name.
+    """
+    rows = reference.check_quantized_activation(x, activation_format, k)
+    experts, n, shards = segments.experts, stack.parts[0].shape[1], stack.shards
+    for part, spec in zip(stack.parts, numerics.part_specs(get_format(stack.format), n, k), strict=True):
+        sharded = shards > 1 and spec.shape == (1, 1)
+        shape = (experts, shards if sharded else spec.shape[0], spec.shape[1])
+        if tuple(part.shape) != shape or part.dtype != spec.dtype:
+            raise ConversionError(
+                f"{spec.name} of {experts} experts of shape ({n}, {k}) in {stack.format} is {spec.dtype} {shape}, "
+                f"not {part.dtype} {tuple(part.shape)}"
+            )
+    if n % shards:
+        raise ConversionError(f"{n} rows of a weight cannot be {shards} shards")
+    if stack.bias is not None and tuple(stack.bias.shape) != (experts, n):
+        raise ConversionError(f"the bias of {experts} experts has shape ({experts}, {n}), not {tuple(stack.bias.shape)}")
+    m = rows if segments.order is None else segments.order.shape[0]
+    if (gather or scatter) and segments.order is None:
+        raise ConversionError("rows can be gathered and scattered only with an order")
+    if rows != (m // segments.top_k if gather else m):
+        raise ConversionError(f"{m} rows of segments need {m} rows, or {m // segments.top_k} gathered, not {rows}")
+    if weights is not None and (weights.numel() != m or weights.dtype != torch.float32):
+        raise ConversionError(f"the weights of {m} rows are float32, not {weights.dtype} {tuple(weights.shape)}")
+    return m
