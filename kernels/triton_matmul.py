@@ -11,7 +11,7 @@ An operand is codes with up to two scales, by how they enter:
 Activations in float32 or fp16 are split into bfloat16 parts whose sum they are (exactly: 24 = 3 x 8 bits).
 
 SIDE names what an operand is: `plain` values, or its element. DOT names what enters the matrix instruction: `fp8`,
-`int8`, `fp16`, `bf16`.
+`int8`, `fp16`, `bf16`, or (`scaled`) codes with their inner scales, which the instruction of sm_100 and sm_120 applies.
 """
 
 import triton
@@ -23,18 +23,24 @@ from olq_fx.kernels.device import LARGEST, decode, decode_e4m3, decode_e8m0, fro
 @triton.jit
 def _codes(codes, rows, first, R, K, SIDE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """(rows, BLOCK_K) codes from column `first` on, one a byte; 0 outside."""
-    PER_BYTE: tl.constexpr = 2 if SIDE == "e2m1" else 1
-    width = (K + PER_BYTE - 1) // PER_BYTE
-    columns = first // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
-    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
-    inside = rows[:, None] < R
-    if not EVEN_K:
-        inside = inside & (columns[None, :] < width)
-    bytes = tl.load(codes + at, mask=inside, other=0)
     if SIDE == "e2m1":
-        return unpack(bytes)
+        return unpack(_bytes(codes, rows, first, R, K, 2, EVEN_K, BLOCK_K))
     else:
-        return bytes
+        return _bytes(codes, rows, first, R, K, 1, EVEN_K, BLOCK_K)
+
+
+@triton.jit
+def _bytes(codes, rows, first, R, K, PER_BYTE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(rows, BLOCK_K / PER_BYTE) bytes of codes from column `first` on; 0 outside."""
+    columns = first // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
+    inside = rows[:, None] < R
+    if EVEN_K:
+        # Said to the compiler, which then loads sixteen bytes at a time.
+        width = tl.multiple_of(K // PER_BYTE, 16)
+    else:
+        width = (K + PER_BYTE - 1) // PER_BYTE
+        inside = inside & (columns[None, :] < width)
+    return tl.load(codes + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0)
 
 
 @triton.jit
@@ -51,14 +57,22 @@ def _plain(x, rows, first, R, K, row_stride, EVEN_K: tl.constexpr, BLOCK_K: tl.c
 def _inner(
     scale, rows, first, R, K, row_stride, column_stride, INNER: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """(rows, BLOCK_K / GROUP) inner scales in float32; 0 outside."""
-    wide = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
-    at = rows.to(tl.int64)[:, None] * row_stride + wide.to(tl.int64)[None, :] * column_stride
-    bytes = tl.load(scale + at, mask=(rows[:, None] < R) & (wide[None, :] * GROUP < K), other=0)
+    """(rows, BLOCK_K / GROUP) inner scales in float32; of 0 outside."""
+    bytes = _inner_bytes(scale, rows, first, R, K, row_stride, column_stride, GROUP, BLOCK_K)
     if INNER == "e8m0":
         return decode_e8m0(bytes)
     else:
         return decode_e4m3(bytes, False)
+
+
+@triton.jit
+def _inner_bytes(
+    scale, rows, first, R, K, row_stride, column_stride, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """(rows, BLOCK_K / GROUP) inner scales as they are stored; 0 outside."""
+    wide = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+    at = rows.to(tl.int64)[:, None] * row_stride + wide.to(tl.int64)[None, :] * column_stride
+    return tl.load(scale + at, mask=(rows[:, None] < R) & (wide[None, :] * GROUP < K), other=0)
 
 
 @triton.jit
@@ -84,6 +98,31 @@ def operand(
                 groups = tl.reshape(value, (value.shape[0], BLOCK_K // INNER_K, INNER_K)) * scales[:, :, None]
                 value = tl.reshape(groups, value.shape)
             return value.to(tl.float16) if DOT == "fp16" else value.to(tl.bfloat16)
+
+
+@triton.jit
+def _block_scaled(
+    codes, inner, rows, first, R, K, inner_row_stride, inner_column_stride, SIDE: tl.constexpr, INNER: tl.constexpr,
+    INNER_K: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One operand as `tl.dot_scaled` takes it: codes as they are stored, two a byte where they are, and scales."""
+    PER_BYTE: tl.constexpr = 2 if SIDE == "e2m1" else 1
+    found = _bytes(codes, rows, first, R, K, PER_BYTE, EVEN_K, BLOCK_K)
+    scales = _inner_bytes(inner, rows, first, R, K, inner_row_stride, inner_column_stride, INNER_K, BLOCK_K)
+    if SIDE == "e4m3":
+        found = found.to(tl.float8e4nv, bitcast=True)
+    if INNER == "e4m3":
+        scales = scales.to(tl.float8e4nv, bitcast=True)
+    return found, scales
+
+
+@triton.jit
+def dot_scaled(a, a_scale, b, b_scale, acc, A_SIDE: tl.constexpr, B_SIDE: tl.constexpr, SWAP: tl.constexpr):
+    """`acc` + a @ b.T, or its transpose, of operands whose inner scales the instruction applies."""
+    if SWAP:
+        return tl.dot_scaled(b, b_scale, B_SIDE, tl.trans(a), a_scale, A_SIDE, acc)
+    else:
+        return tl.dot_scaled(a, a_scale, A_SIDE, tl.trans(b), b_scale, B_SIDE, acc)
 
 
 @triton.jit
@@ -247,34 +286,32 @@ def sum_over(
     TYPE: tl.constexpr = tl.int32 if DOT == "int8" else tl.float32
     acc = tl.zeros((HIGH, WIDE), dtype=TYPE)
     for first in range(start, end, BLOCK_K):
-        left = operand(
-            a,
-            a_inner,
-            rows,
-            first,
-            M,
-            K,
-            a_stride,
-            a_inner_m,
-            a_inner_k,
-            A_SIDE,
-            A_INNER,
-            A_INNER_K,
-            DOT,
-            EVEN_K,
-            BLOCK_K,
-        )
-        right = operand(
-            b, b_inner, columns, first, N, K, K, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT, EVEN_K, BLOCK_K
-        )
+        start_from = tl.zeros((HIGH, WIDE), dtype=TYPE) if PROMOTE else acc
+        if DOT == "scaled":
+            left, left_scale = _block_scaled(
+                a, a_inner, rows, first, M, K, a_inner_m, a_inner_k, A_SIDE, A_INNER, A_INNER_K, EVEN_K, BLOCK_K
+            )
+            right, right_scale = _block_scaled(
+                b, b_inner, columns, first, N, K, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, EVEN_K, BLOCK_K
+            )
+            found = dot_scaled(left, left_scale, right, right_scale, start_from, A_SIDE, B_SIDE, SWAP)
+        else:
+            left = operand(
+                a, a_inner, rows, first, M, K, a_stride, a_inner_m, a_inner_k, A_SIDE, A_INNER, A_INNER_K, DOT, EVEN_K,
+                BLOCK_K,
+            )  # fmt: skip
+            right = operand(
+                b, b_inner, columns, first, N, K, K, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT, EVEN_K,
+                BLOCK_K,
+            )  # fmt: skip
+            found = dot(left, right, start_from, PARTS, SWAP)
         if PROMOTE:
-            partial = dot(left, right, tl.zeros((HIGH, WIDE), dtype=TYPE), PARTS, SWAP)
             acc = _accumulated(
-                acc, partial, a_outer, b_outer, rows, columns, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
+                acc, found, a_outer, b_outer, rows, columns, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
                 A_OUTER, B_OUTER, A_GROUP, B_GROUP, A_OUTER_K, B_OUTER_K, UNIFORM_B, SWAP,
             )  # fmt: skip
         else:
-            acc = dot(left, right, acc, PARTS, SWAP)
+            acc = found
     return acc
 
 

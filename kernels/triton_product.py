@@ -87,7 +87,7 @@ class Instruction:
     """How operands enter the matrix instruction.
 
     Attributes:
-        dot: `fp8`, `int8`, `fp16`, `bf16`.
+        dot: `fp8`, `int8`, `fp16`, `bf16`, `scaled`.
         parts: how many bfloat16 make one activation.
         promote: whether sums over K-blocks are added apart, in float32.
     """
@@ -100,15 +100,18 @@ class Instruction:
 def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: bool = False) -> Instruction:
     """The matrix instruction for activations `a` and weight `b` on a GPU of this compute capability.
 
-    Codes enter as they are where both are int8 or both e4m3 (from sm_89 on) without inner scales, else as the fp16 or
-    bfloat16 numbers that they are, which is exact. Sums of fp8 products are narrow before sm_100 and are promoted to
-    float32 each K-block, unless `fast_accum` allows them not to be.
+    Codes enter as they are where both are int8 or both e4m3 (from sm_89 on) without inner scales; with them where both
+    have the same and no other (from sm_100 on); else as the fp16 or bfloat16 numbers that they are, which is exact.
+    Sums of fp8 products are narrow before sm_100 and are promoted to float32 each K-block, unless `fast_accum` allows
+    them not to be.
     """
     by_block = "k" in (a.outer, b.outer)
     if a.side == b.side == "int8" and not by_block and k <= _LONGEST_INT8:
         return Instruction("int8", 1, False)
     if a.side == b.side == "e4m3" and not (a.inner or b.inner) and capability >= 89:
         return Instruction("fp8", 1, by_block or (capability < 100 and not fast_accum))
+    if a.inner and not by_block and (a.side, a.inner, a.inner_k) == (b.side, b.inner, b.inner_k) and capability >= 100:
+        return Instruction("scaled", 1, by_block)
     if a.side == "plain":
         if a.codes.dtype == torch.float16 and b.inner != "e8m0":
             return Instruction("fp16", 1, by_block)
@@ -242,7 +245,7 @@ def product_calls(
         "DOT": instruction.dot,
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
-        "EVEN_K": k % chosen.block_k == 0,
+        "EVEN_K": k % max(chosen.block_k, 32) == 0,  # rows of packed codes are whole 16 bytes then
         "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
         "SWAP": chosen.swap,
         "SPLIT_K": chosen.split_k,

@@ -30,7 +30,8 @@ def install() -> None:
     np.seterr(all="ignore")  # NaN and Inf are inputs like others, and no hardware warns of them
     interpreter._convert_float = convert_float
     builder = interpreter.InterpreterBuilder
-    builder.create_dot = create_dot
+    builder.create_dot, builder.create_dot_scaled = create_dot, create_dot_scaled
+    _formats_of_dot_scaled()
     for name in ("binary_op", "unary_op", "create_fabs"):
         setattr(builder, name, _without_bfloat16(getattr(builder, name)))
     reduce_input = interpreter.ReduceScanOpInterface.apply
@@ -64,6 +65,44 @@ def _wide(operand: Any) -> Any:
     if dtype in TORCH_DTYPES:
         return torch.from_numpy(np.ascontiguousarray(operand.data)).view(TORCH_DTYPES[dtype]).float().numpy()
     return operand.data.astype(np.int32)
+
+
+def create_dot_scaled(
+    self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, *rest: Any
+) -> Any:
+    """The product of two tiles of codes with their scales, computed in float64; codes of e2m1 are packed along K."""
+    acc = rest[-1]
+    product = _dequantized(a, a_scale) @ _dequantized(b, b_scale, transposed=True).T
+    return interpreter.TensorHandle(product.numpy().astype(np.float32) + acc.data, acc.dtype.scalar)
+
+
+def _dequantized(codes: Any, scale: Any, transposed: bool = False) -> torch.Tensor:
+    """(R, K) float64 values of codes (R, K), or (K, R), under scales (R, K / G)."""
+    data = torch.from_numpy(np.ascontiguousarray(codes.data.T if transposed else codes.data))
+    if codes.dtype.scalar == tl.float8e4nv:
+        values = data.view(torch.float8_e4m3fn).double()
+    else:
+        nibbles = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+        sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+        values = torch.where(nibbles > 7, -1.0, 1.0) * sizes[(nibbles & 7).long()]
+    stored = torch.from_numpy(np.ascontiguousarray(scale.data))
+    if scale.dtype.scalar == tl.float8e4nv:
+        factors = stored.view(torch.float8_e4m3fn).double()
+    else:
+        power = torch.ldexp(torch.ones(1, dtype=torch.float64), stored.int() - 127)
+        factors = torch.where(stored == 255, torch.nan, power)
+    return values * factors.repeat_interleave(values.shape[1] // factors.shape[1], 1)
+
+
+def _formats_of_dot_scaled() -> None:
+    """Formats are plain strings in the interpreter, which the language takes for constants."""
+    semantic: Any = interpreter.TritonSemantic
+    original = semantic.dot_scaled
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *(tl.constexpr(arg) if isinstance(arg, str) else arg for arg in args), **kwargs)
+
+    semantic.dot_scaled = wrapped
 
 
 def _without_bfloat16(operation: Any) -> Any:

@@ -161,6 +161,11 @@ def meta(format, rows, k, dtype=torch.bfloat16):
         ("mxfp8", "mxfp8", 90, "bf16", False),
         ("mxfp4", "mxfp4", 90, "bf16", False),
         ("", "nvfp4", 90, "bf16", False),
+        ("mxfp8", "mxfp8", 100, "scaled", False),
+        ("mxfp4", "mxfp4", 120, "scaled", False),
+        ("mxfp8", "mxfp4", 100, "bf16", False),
+        ("nvfp4_per_token", "nvfp4", 120, "scaled", False),
+        ("mxfp4_dualscale", "mxfp4_dualscale", 100, "bf16", True),
     ],
 )
 def test_the_instruction_for_a_pair(activation, weight, capability, dot, promote):
@@ -196,6 +201,8 @@ INSTRUCTIONS = {
     ("bf16", 80): r"^mma\.sync.*bf16",
     ("bf16", 90): r"^wgmma.*bf16",
     ("bf16", 100): r"^tcgen05.*f16",
+    ("scaled", 100): r"^tcgen05.*mxf(8f6f4|4|4nvf4)\.block_scale",
+    ("scaled", 120): r"^mma\.sync.*mxf(8f6f4|4nvf4)\.block_scale",
 }
 
 
