@@ -21,15 +21,15 @@ from olq_fx.kernels.device import LARGEST, decode, decode_e4m3, decode_e8m0, fro
 
 
 @triton.jit
-def _codes(codes, rows, first, R, K, SIDE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _codes(codes, rows, first, R, K, row_stride, SIDE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """(rows, BLOCK_K) codes from column `first` on, one a byte; 0 outside."""
     PER_BYTE: tl.constexpr = 2 if SIDE == "e2m1" else 1
-    width = (K + PER_BYTE - 1) // PER_BYTE
     columns = first // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
-    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    # By the stride as it is given, whose divisors are known: those of (K + 1) // 2 are not, and loads would be bytes.
+    at = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     inside = rows[:, None] < R
     if not EVEN_K:
-        inside = inside & (columns[None, :] < width)
+        inside = inside & (columns[None, :] < (K + PER_BYTE - 1) // PER_BYTE)
     bytes = tl.load(codes + at, mask=inside, other=0)
     if SIDE == "e2m1":
         return unpack(bytes)
@@ -68,7 +68,7 @@ def operand(
     if SIDE == "plain":
         return _plain(codes, rows, first, R, K, row_stride, EVEN_K, BLOCK_K)
     else:
-        found = _codes(codes, rows, first, R, K, SIDE, EVEN_K, BLOCK_K)
+        found = _codes(codes, rows, first, R, K, row_stride, SIDE, EVEN_K, BLOCK_K)
         if DOT == "fp8":
             return found.to(tl.float8e4nv, bitcast=True)
         elif DOT == "int8":
@@ -229,7 +229,7 @@ def _accumulated(acc, partial, a_outer, b_outer, a_rows, b_rows, first, M, N, a_
 @triton.jit
 def sum_over(
     a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, start, end, M, N, K, a_stride, a_inner_m, a_inner_k,
-    a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
+    a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
     A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
@@ -262,7 +262,21 @@ def sum_over(
             BLOCK_K,
         )
         right = operand(
-            b, b_inner, columns, first, N, K, K, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT, EVEN_K, BLOCK_K
+            b,
+            b_inner,
+            columns,
+            first,
+            N,
+            K,
+            b_stride,
+            b_inner_n,
+            b_inner_k,
+            B_SIDE,
+            B_INNER,
+            B_INNER_K,
+            DOT,
+            EVEN_K,
+            BLOCK_K,
         )
         if PROMOTE:
             partial = dot(left, right, tl.zeros((HIGH, WIDE), dtype=TYPE), PARTS, SWAP)
@@ -278,7 +292,7 @@ def sum_over(
 @triton.jit
 def product(
     a, a_inner, a_outer, b, b_inner, b_outer, bias, residual, out, partials, M, N, K, a_stride, a_inner_m, a_inner_k,
-    a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
+    a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
     A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
@@ -299,9 +313,9 @@ def product(
     end = tl.minimum(start + per_split * BLOCK_K, K)
     acc = sum_over(
         a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, start, end, M, N, K, a_stride, a_inner_m, a_inner_k,
-        a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K, A_OUTER, A_GROUP,
-        A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE, EVEN_K, UNIFORM_B,
-        SWAP, BLOCK_K,
+        a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K,
+        A_OUTER, A_GROUP, A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE,
+        EVEN_K, UNIFORM_B, SWAP, BLOCK_K,
     )  # fmt: skip
     if SPLIT_K == 1:
         finish(

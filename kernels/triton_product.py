@@ -233,7 +233,8 @@ def product_calls(
     programs = -(-m // chosen.block_m) * -(-n // chosen.block_n)
     args = (
         *(a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale),
-        *(bias, residual, out, partials, m, n, k, a.codes.stride(0), *a.strides, *b.strides),
+        *(bias, residual, out, partials, m, n, k),
+        *(a.codes.stride(0), *a.strides, b.codes.stride(0), *b.strides),
     )
     names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
     constants = {
