@@ -70,7 +70,9 @@ class Stack:
         """How many scales of the whole tensor an expert has; 1 where the format has none such."""
         found = get_format(self.format)
         whole = (None, None)
-        return self.parts[1].shape[1] if found.group == whole else self.parts[2].shape[1] if found.coarse == whole else 1
+        return (
+            self.parts[1].shape[1] if found.group == whole else self.parts[2].shape[1] if found.coarse == whole else 1
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,8 +269,10 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> Tensor:
     hidden = grouped_linear(activations(x), name, experts.gate_up, x.shape[1], x.dtype, segments, gather=True)
     inner = gated(hidden[: int(segments.offsets[-1])], experts.gated)
     missing = hidden.shape[0] - inner.shape[0]
-    parts = [functional.pad(part, (0, 0, 0, missing)) if part.shape[0] == inner.shape[0] else part
-             for part in activations(inner)]
+    parts = [
+        functional.pad(part, (0, 0, 0, missing)) if part.shape[0] == inner.shape[0] else part
+        for part in activations(inner)
+    ]
     rows = grouped_linear(parts, name, experts.down, inner.shape[1], x.dtype, segments, scatter=True)
     return combine(rows, ids, weights, segments.experts)
 
@@ -305,7 +309,9 @@ def check_grouped(
     if n % shards:
         raise ConversionError(f"{n} rows of a weight cannot be {shards} shards")
     if stack.bias is not None and tuple(stack.bias.shape) != (experts, n):
-        raise ConversionError(f"the bias of {experts} experts has shape ({experts}, {n}), not {tuple(stack.bias.shape)}")
+        raise ConversionError(
+            f"the bias of {experts} experts has shape ({experts}, {n}), not {tuple(stack.bias.shape)}"
+        )
     m = rows if segments.order is None else segments.order.shape[0]
     if (gather or scatter) and segments.order is None:
         raise ConversionError("rows can be gathered and scattered only with an order")

@@ -42,9 +42,7 @@ def route_calls(ids: Tensor, segments: Segments) -> list[Call]:
     across, down = 16, 128
     place = {"BINS": bins, "BLOCK": _CHUNK, "SLICE": _ELEMENTS // _CHUNK}
     return [
-        Call(
-            triton_routing.count_experts, (chunks,), (ids, counts, pairs, experts), {"BINS": bins, "BLOCK": _CHUNK}
-        ),
+        Call(triton_routing.count_experts, (chunks,), (ids, counts, pairs, experts), {"BINS": bins, "BLOCK": _CHUNK}),
         Call(
             triton_routing.sum_counts,
             (-(-(experts + 1) // across),),
