@@ -118,7 +118,7 @@ def grouped_calls(
     table, calls = table_calls(segments, m, chosen.block_m, tail)
     tiles = table.shape[1]
     tensors = (a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale)
-    strides = (a.codes.stride(0), *a.strides, b.codes.stride(0), *_strides(b.inner_scale), *_strides(b.outer_scale))
+    strides = (a.codes.stride(0), *a.strides, *b.codes.stride()[:2], *_strides(b.inner_scale), *_strides(b.outer_scale))
     args = (
         *(*tensors, stack.bias, weights, out, table, segments.order),
         *(tiles, x[0].shape[0], segments.experts, n, k, *strides),

@@ -23,8 +23,8 @@ from olq_fx.kernels.triton_matmul import sum_over, tile_at, with_constants
 @triton.jit
 def grouped_product(
     a, a_inner, a_outer, b, b_inner, b_outer, bias, weights, out, table, order, tiles, R, E, N, K, a_stride, a_inner_m,
-    a_inner_k, a_outer_m, a_outer_k, b_expert, b_inner_expert, b_inner_n, b_inner_k, b_outer_expert, b_outer_n,
-    b_outer_k,
+    a_inner_k, a_outer_m, a_outer_k, b_expert, b_stride, b_inner_expert, b_inner_n, b_inner_k, b_outer_expert,
+    b_outer_n, b_outer_k,
     A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
@@ -61,9 +61,9 @@ def grouped_product(
         rows = tl.where(inside, pairs // GATHER if GATHER > 0 else positions, R)
         acc = sum_over(
             a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, 0, K, R, N, K, a_stride, a_inner_m, a_inner_k,
-            a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K, A_OUTER,
-            A_GROUP, A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE, EVEN_K,
-            UNIFORM_B, SWAP, BLOCK_K,
+            a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K,
+            A_OUTER, A_GROUP, A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE,
+            EVEN_K, UNIFORM_B, SWAP, BLOCK_K,
         )  # fmt: skip
         value = with_constants(
             acc, a_outer, b_outer, rows, columns, R, N, a_outer_m, b_outer_n, A_OUTER, B_OUTER, A_GROUP, B_GROUP, SWAP

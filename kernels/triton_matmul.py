@@ -21,26 +21,24 @@ from olq_fx.kernels.device import LARGEST, decode, decode_e4m3, decode_e8m0, fro
 
 
 @triton.jit
-def _codes(codes, rows, first, R, K, SIDE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _codes(codes, rows, first, R, K, row_stride, SIDE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """(rows, BLOCK_K) codes from column `first` on, one a byte; 0 outside."""
     if SIDE == "e2m1":
-        return unpack(_bytes(codes, rows, first, R, K, 2, EVEN_K, BLOCK_K))
+        return unpack(_bytes(codes, rows, first, R, K, row_stride, 2, EVEN_K, BLOCK_K))
     else:
-        return _bytes(codes, rows, first, R, K, 1, EVEN_K, BLOCK_K)
+        return _bytes(codes, rows, first, R, K, row_stride, 1, EVEN_K, BLOCK_K)
 
 
 @triton.jit
-def _bytes(codes, rows, first, R, K, PER_BYTE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _bytes(codes, rows, first, R, K, row_stride, PER_BYTE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """(rows, BLOCK_K / PER_BYTE) bytes of codes from column `first` on; 0 outside."""
     columns = first // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
+    # By the stride as it is given, whose divisors are known: those of (K + 1) // 2 are not, and loads would be bytes.
+    at = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     inside = rows[:, None] < R
-    if EVEN_K:
-        # Said to the compiler, which then loads sixteen bytes at a time.
-        width = tl.multiple_of(K // PER_BYTE, 16)
-    else:
-        width = (K + PER_BYTE - 1) // PER_BYTE
-        inside = inside & (columns[None, :] < width)
-    return tl.load(codes + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0)
+    if not EVEN_K:
+        inside = inside & (columns[None, :] < (K + PER_BYTE - 1) // PER_BYTE)
+    return tl.load(codes + at, mask=inside, other=0)
 
 
 @triton.jit
@@ -84,7 +82,7 @@ def operand(
     if SIDE == "plain":
         return _plain(codes, rows, first, R, K, row_stride, EVEN_K, BLOCK_K)
     else:
-        found = _codes(codes, rows, first, R, K, SIDE, EVEN_K, BLOCK_K)
+        found = _codes(codes, rows, first, R, K, row_stride, SIDE, EVEN_K, BLOCK_K)
         if DOT == "fp8":
             return found.to(tl.float8e4nv, bitcast=True)
         elif DOT == "int8":
@@ -102,12 +100,12 @@ def operand(
 
 @triton.jit
 def _block_scaled(
-    codes, inner, rows, first, R, K, inner_row_stride, inner_column_stride, SIDE: tl.constexpr, INNER: tl.constexpr,
-    INNER_K: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    codes, inner, rows, first, R, K, row_stride, inner_row_stride, inner_column_stride, SIDE: tl.constexpr,
+    INNER: tl.constexpr, INNER_K: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One operand as `tl.dot_scaled` takes it: codes as they are stored, two a byte where they are, and scales."""
     PER_BYTE: tl.constexpr = 2 if SIDE == "e2m1" else 1
-    found = _bytes(codes, rows, first, R, K, PER_BYTE, EVEN_K, BLOCK_K)
+    found = _bytes(codes, rows, first, R, K, row_stride, PER_BYTE, EVEN_K, BLOCK_K)
     scales = _inner_bytes(inner, rows, first, R, K, inner_row_stride, inner_column_stride, INNER_K, BLOCK_K)
     if SIDE == "e4m3":
         found = found.to(tl.float8e4nv, bitcast=True)
@@ -271,7 +269,7 @@ def _accumulated(
 @triton.jit
 def sum_over(
     a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, start, end, M, N, K, a_stride, a_inner_m, a_inner_k,
-    a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
+    a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
     A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
@@ -289,10 +287,36 @@ def sum_over(
         start_from = tl.zeros((HIGH, WIDE), dtype=TYPE) if PROMOTE else acc
         if DOT == "scaled":
             left, left_scale = _block_scaled(
-                a, a_inner, rows, first, M, K, a_inner_m, a_inner_k, A_SIDE, A_INNER, A_INNER_K, EVEN_K, BLOCK_K
+                a,
+                a_inner,
+                rows,
+                first,
+                M,
+                K,
+                a_stride,
+                a_inner_m,
+                a_inner_k,
+                A_SIDE,
+                A_INNER,
+                A_INNER_K,
+                EVEN_K,
+                BLOCK_K,
             )
             right, right_scale = _block_scaled(
-                b, b_inner, columns, first, N, K, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, EVEN_K, BLOCK_K
+                b,
+                b_inner,
+                columns,
+                first,
+                N,
+                K,
+                b_stride,
+                b_inner_n,
+                b_inner_k,
+                B_SIDE,
+                B_INNER,
+                B_INNER_K,
+                EVEN_K,
+                BLOCK_K,
             )
             found = dot_scaled(left, left_scale, right, right_scale, start_from, A_SIDE, B_SIDE, SWAP)
         else:
@@ -301,7 +325,7 @@ def sum_over(
                 BLOCK_K,
             )  # fmt: skip
             right = operand(
-                b, b_inner, columns, first, N, K, K, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT, EVEN_K,
+                b, b_inner, columns, first, N, K, b_stride, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT, EVEN_K,
                 BLOCK_K,
             )  # fmt: skip
             found = dot(left, right, start_from, PARTS, SWAP)
@@ -318,7 +342,7 @@ def sum_over(
 @triton.jit
 def product(
     a, a_inner, a_outer, b, b_inner, b_outer, bias, residual, out, partials, M, N, K, a_stride, a_inner_m, a_inner_k,
-    a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
+    a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k,
     A_SIDE: tl.constexpr, A_INNER: tl.constexpr, A_INNER_K: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
@@ -339,9 +363,9 @@ def product(
     end = tl.minimum(start + per_split * BLOCK_K, K)
     acc = sum_over(
         a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, start, end, M, N, K, a_stride, a_inner_m, a_inner_k,
-        a_outer_m, a_outer_k, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K, A_OUTER, A_GROUP,
-        A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE, EVEN_K, UNIFORM_B,
-        SWAP, BLOCK_K,
+        a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K,
+        A_OUTER, A_GROUP, A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE,
+        EVEN_K, UNIFORM_B, SWAP, BLOCK_K,
     )  # fmt: skip
     if SPLIT_K == 1:
         finish(

@@ -236,7 +236,8 @@ def product_calls(
     programs = -(-m // chosen.block_m) * -(-n // chosen.block_n)
     args = (
         *(a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale),
-        *(bias, residual, out, partials, m, n, k, a.codes.stride(0), *a.strides, *b.strides),
+        *(bias, residual, out, partials, m, n, k),
+        *(a.codes.stride(0), *a.strides, b.codes.stride(0), *b.strides),
     )
     names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
     constants = {
@@ -245,7 +246,7 @@ def product_calls(
         "DOT": instruction.dot,
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
-        "EVEN_K": k % max(chosen.block_k, 32) == 0,  # rows of packed codes are whole 16 bytes then
+        "EVEN_K": k % chosen.block_k == 0,
         "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
         "SWAP": chosen.swap,
         "SPLIT_K": chosen.split_k,
