@@ -9,6 +9,9 @@
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
+- `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
+- `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize
+  them at once; `triton_fused` launches these.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
 - `registry`: which of them runs a layer, with the reason.
 """

@@ -92,6 +92,21 @@ def quantize_tiles(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_K
     tile = load_tile(x, row_stride, column_stride, rows, first + tl.arange(0, BLOCK_K), R, K)
+    write_tile(
+        tile, codes, scale, coarse, statistic, rows, first, scale_row_stride, scale_column_stride, R, K, ELEMENT, SCALE,
+        RULE, GROUP_M, GROUP_K, COARSE, LOG, NATIVE,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_tile(
+    tile, codes, scale, coarse, statistic, rows, first, scale_row_stride, scale_column_stride, R, K,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, GROUP_M: tl.constexpr, GROUP_K: tl.constexpr,
+    COARSE: tl.constexpr, LOG: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Write codes and scales of the float32 tile at (rows, first); the arguments are those of `quantize_tiles`."""
+    BLOCK_M: tl.constexpr = tile.shape[0]
+    BLOCK_K: tl.constexpr = tile.shape[1]
     SIZE: tl.constexpr = GROUP_M * GROUP_K
     COUNT: tl.constexpr = BLOCK_M * BLOCK_K // SIZE
     groups = tl.reshape(tile, (COUNT, SIZE))
@@ -113,7 +128,7 @@ def quantize_tiles(
         tl.store(scale + tl.zeros((COUNT,), dtype=tl.int32), scales)  # the same one from every program
     else:
         high = tl.program_id(0) * (BLOCK_M // GROUP_M) + tl.arange(0, BLOCK_M // GROUP_M)
-        wide = tl.program_id(1) * (BLOCK_K // GROUP_K) + tl.arange(0, BLOCK_K // GROUP_K)
+        wide = first // GROUP_K + tl.arange(0, BLOCK_K // GROUP_K)
         at = high.to(tl.int64)[:, None] * scale_row_stride + wide.to(tl.int64)[None, :] * scale_column_stride
         inside = (high[:, None] * GROUP_M < R) & (wide[None, :] * GROUP_K < K)
         tl.store(scale + at, tl.reshape(scales, (BLOCK_M // GROUP_M, BLOCK_K // GROUP_K)), mask=inside)
@@ -147,37 +162,67 @@ def _coarse_in_tile(
 
 @triton.jit
 def quantize_rows(
-    x, codes, scale, coarse, row_stride, column_stride, R, K, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-    RULE: tl.constexpr, GROUP_K: tl.constexpr, LOG: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, codes, scale, coarse, row_stride, column_stride, scale_row_stride, scale_column_stride, R, K,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, GROUP_K: tl.constexpr, LOG: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Quantize whole rows: one float32 scale each, or (SCALE e4m3) a global one each above blocks of GROUP_K."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     bits = tl.zeros((BLOCK_M,), dtype=tl.int32)
     for first in range(0, K, BLOCK_K):
         tile = load_tile(x, row_stride, column_stride, rows, first + tl.arange(0, BLOCK_K), R, K)
-        sizes = finite_size_bits(tile) if SCALE == "e4m3" else size_bits(tile)
-        bits = tl.maximum(bits, tl.max(sizes, axis=1))
+        bits = tl.maximum(bits, row_bits(tile, SCALE))
+    of_row = write_row_scale(bits, scale, coarse, rows, scale_row_stride, R, ELEMENT, SCALE, RULE)
+    for first in range(0, K, BLOCK_K):
+        tile = load_tile(x, row_stride, column_stride, rows, first + tl.arange(0, BLOCK_K), R, K)
+        write_row_tile(
+            tile, of_row, codes, scale, rows, first, scale_row_stride, scale_column_stride, R, K, ELEMENT, SCALE,
+            GROUP_K, LOG, NATIVE,
+        )  # fmt: skip
+
+
+@triton.jit
+def row_bits(tile, SCALE: tl.constexpr):
+    """(R, C) to (R,) int32: `size_bits` of the largest size of each row, for SCALE e4m3 of its largest finite one."""
+    sizes = finite_size_bits(tile) if SCALE == "e4m3" else size_bits(tile)
+    return tl.max(sizes, axis=1)
+
+
+@triton.jit
+def write_row_scale(
+    bits, scale, coarse, rows, scale_row_stride, R, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr
+):
+    """The float32 scale of each row from its `row_bits`, written to `scale`; to `coarse` where SCALE is e4m3."""
     amax = from_bits(bits)
     if SCALE == "e4m3":
         of_row = float32_scale(amax, NVFP4_RANGE)
         tl.store(coarse + rows, of_row, mask=rows < R)
     else:
         of_row = plain_scale(amax, ELEMENT, RULE)
-        tl.store(scale + rows, of_row, mask=rows < R)
-    for first in range(0, K, BLOCK_K):
-        tile = load_tile(x, row_stride, column_stride, rows, first + tl.arange(0, BLOCK_K), R, K)
-        if SCALE == "e4m3":
-            found = _blocks_of_rows(tile, scale, of_row, rows, first, R, K, GROUP_K, LOG, NATIVE)
-        else:
-            found = encode(quotient(tile, of_row), ELEMENT, NATIVE)
-        store_codes(codes, found, rows, first, R, K, ELEMENT)
+        tl.store(scale + rows.to(tl.int64) * scale_row_stride, of_row, mask=rows < R)
+    return of_row
+
+
+@triton.jit
+def write_row_tile(
+    tile, of_row, codes, scale, rows, first, scale_row_stride, scale_column_stride, R, K, ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr, GROUP_K: tl.constexpr, LOG: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of a part of rows, and the scales of its blocks where it has some."""
+    if SCALE == "e4m3":
+        found = _blocks_of_rows(
+            tile, scale, of_row, rows, first, scale_row_stride, scale_column_stride, R, K, GROUP_K, LOG, NATIVE
+        )
+    else:
+        found = encode(quotient(tile, of_row), ELEMENT, NATIVE)
+    store_codes(codes, found, rows, first, R, K, ELEMENT)
 
 
 @triton.jit
 def _blocks_of_rows(
-    tile, scale, of_row, rows, first, R, K, GROUP_K: tl.constexpr, LOG: tl.constexpr, NATIVE: tl.constexpr
-):
+    tile, scale, of_row, rows, first, scale_row_stride, scale_column_stride, R, K, GROUP_K: tl.constexpr,
+    LOG: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """A tile of e2m1 codes under e4m3 block scales, which are written, and the given global ones of the rows."""
     BLOCK_M: tl.constexpr = tile.shape[0]
     PART: tl.constexpr = tile.shape[1] // GROUP_K
@@ -185,7 +230,7 @@ def _blocks_of_rows(
     unit = tl.reshape(tl.broadcast_to(of_row[:, None], (BLOCK_M, PART)), (BLOCK_M * PART,))
     found, scales = encode_groups(groups, group_amax(groups), unit, "e2m1", "e4m3", "amax", LOG, NATIVE)
     wide = first // GROUP_K + tl.arange(0, PART)
-    at = rows.to(tl.int64)[:, None] * tl.cdiv(K, GROUP_K) + wide[None, :]
+    at = rows.to(tl.int64)[:, None] * scale_row_stride + wide.to(tl.int64)[None, :] * scale_column_stride
     inside = (rows[:, None] < R) & (wide[None, :] * GROUP_K < K)
     tl.store(scale + at, tl.reshape(scales, (BLOCK_M, PART)), mask=inside)
     return tl.reshape(found, tile.shape)
@@ -199,6 +244,12 @@ def tensor_amax(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     tile = load_tile(x, row_stride, column_stride, rows, columns, R, K)
+    raise_statistic(tile, statistic, FINITE)
+
+
+@triton.jit
+def raise_statistic(tile, statistic, FINITE: tl.constexpr):
+    """Raise `statistic`, one int32, to `size_bits` of the largest (FINITE: finite) size of a tile."""
     sizes = finite_size_bits(tile) if FINITE else size_bits(tile)
     # The order of sizes is that of their bits: an integer maximum is exact, and free of the order of programs.
     tl.atomic_max(statistic, tl.max(tl.max(sizes, axis=1), axis=0), sem="relaxed")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def tile_of(format: Format) -> Tile:
         return Tile(rows, columns, max(4, rows * columns // 2048))
     if format.coarse is not None and format.coarse[1] is not None:
         return Tile(_TILE // format.coarse[1], format.coarse[1])
-    if _by_row(format):
+    if by_row(format):
         return Tile(1, _TILE // 2)
     width = max(128, columns or 128)
     return Tile(_TILE // width, width)
@@ -70,34 +71,44 @@ def quantize_calls(x: Tensor, parts: Sequence[Tensor], format: Format, rule: str
     """
     codes, scale, *rest = map(as_bytes, parts)
     coarse, (rows, k), tile = rest[0] if rest else None, x.shape, tile_of(format)
-    group_m, group_k = format.group
-    constants = {
-        "ELEMENT": format.element,
-        "SCALE": format.scale,
-        "RULE": rule,
-        "GROUP_K": group_k or (1 if _by_row(format) else tile.block_k),
-        "LOG": (group_k or 1).bit_length() - 1,
-        "NATIVE": native,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_K": tile.block_k,
-    }
-    if _by_row(format):
-        grid, args = tile.grid(rows, k)[:1], (x, codes, scale, coarse, *x.stride(), rows, k)
+    constants = constants_of(format, rule, native, tile)
+    if by_row(format):
+        grid, args = tile.grid(rows, k)[:1], (x, codes, scale, coarse, *x.stride(), *scale.stride(), rows, k)
         return [Call(triton_encode.quantize_rows, grid, args, constants, tile.num_warps)]
     calls = []
     statistic = None
     if (None, None) in (format.group, format.coarse):
         statistic = torch.zeros(1, dtype=torch.int32, device=x.device)
         calls.append(_amax_call(x, statistic, tile, finite=format.coarse is not None))
-    constants |= {"GROUP_M": group_m or 1, "COARSE": (format.coarse[1] or 0) if format.coarse else 0}
+    constants |= {"GROUP_M": format.group[0] or 1, "COARSE": coarse_columns(format)}
     args = (x, codes, scale, coarse, statistic, *x.stride(), *scale.stride(), rows, k)
     calls.append(Call(triton_encode.quantize_tiles, tile.grid(rows, k), args, constants, tile.num_warps))
     return calls
 
 
-def _by_row(format: Format) -> bool:
+def constants_of(format: Format, rule: str, native: bool, tile: Tile) -> dict[str, Any]:
+    """The constants of the kernels that write a format."""
+    columns = format.group[1]
+    return {
+        "ELEMENT": format.element,
+        "SCALE": format.scale,
+        "RULE": rule,
+        "GROUP_K": columns or (1 if by_row(format) else tile.block_k),
+        "LOG": (columns or 1).bit_length() - 1,
+        "NATIVE": native,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_k,
+    }
+
+
+def by_row(format: Format) -> bool:
     """Whether a scale belongs to a whole row."""
     return (1, None) in (format.group, format.coarse)
+
+
+def coarse_columns(format: Format) -> int:
+    """Columns of a coarse group that lies within a tile; 0 where there is none."""
+    return (format.coarse[1] or 0) if format.coarse else 0
 
 
 def _amax_call(x: Tensor, statistic: Tensor, tile: Tile, finite: bool) -> Call:
