@@ -11,6 +11,9 @@
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
 - `triton_matmul`: Triton kernels that multiply; `triton_product` chooses instruction and tiles, and launches them.
 - `triton_ops`: the operators on a GPU's tensors, by these kernels.
+- `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
+- `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize
+  them at once; `triton_fused` launches these.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
 - `registry`: which of them runs a layer, with the reason.
 """
