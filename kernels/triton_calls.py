@@ -24,7 +24,6 @@ class Call:
         constants: its constants by name.
         num_warps: of a program.
         num_stages: of the pipelines of its loops.
-        fuse: whether products may be contracted with sums, which moves bits: never where codes are made.
     """
 
     kernel: Any
@@ -33,12 +32,15 @@ class Call:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    fuse: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler takes besides."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuse}
+        """What the compiler takes besides.
+
+        Products are contracted with sums only where a kernel says so: all that is made of the same functions has the
+        same bits.
+        """
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
 
     def run(self) -> None:
         """Launch the kernel."""

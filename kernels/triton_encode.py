@@ -127,7 +127,7 @@ def write_tile(
     if (statistic is not None) and (SCALE == "float32"):
         tl.store(scale + tl.zeros((COUNT,), dtype=tl.int32), scales)  # the same one from every program
     else:
-        high = tl.program_id(0) * (BLOCK_M // GROUP_M) + tl.arange(0, BLOCK_M // GROUP_M)
+        high = rows if GROUP_M == 1 else tl.min(rows, axis=0) // GROUP_M + tl.arange(0, 1)
         wide = first // GROUP_K + tl.arange(0, BLOCK_K // GROUP_K)
         at = high.to(tl.int64)[:, None] * scale_row_stride + wide.to(tl.int64)[None, :] * scale_column_stride
         inside = (high[:, None] * GROUP_M < R) & (wide[None, :] * GROUP_K < K)

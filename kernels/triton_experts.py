@@ -140,7 +140,7 @@ def grouped_calls(
         "GROUP": chosen.group,
     }
     grid, kernel = (tiles * -(-n // chosen.block_n),), triton_grouped.grouped_product
-    return [*calls, Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages, fuse=True)]
+    return [*calls, Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages)]
 
 
 def _expert_operand(stack: Stack) -> Operand:

@@ -253,17 +253,23 @@ def _accumulated(
     if A_OUTER == "k":
         left = _outer(a_outer, a_rows, first // A_OUTER_K, M, a_outer_m, a_outer_k, A_GROUP)
     if B_OUTER != "k":
-        return acc + partial * (left[None, :] if SWAP else left[:, None])
+        return _added(acc, partial, left[None, :] if SWAP else left[:, None])
     if UNIFORM_B:
         # All columns of the tile share one scale: one product a row, not one an element.
         high = tl.min(b_rows, axis=0) // B_GROUP
         right = tl.load(b_outer + high.to(tl.int64) * b_outer_n + tl.cast(first // B_OUTER_K, tl.int64) * b_outer_k)
         both = tl.minimum(left * right, LARGEST)
         both = tl.where(left == left, both, left)
-        return acc + partial * (both[None, :] if SWAP else both[:, None])
+        return _added(acc, partial, both[None, :] if SWAP else both[:, None])
     right = _outer(b_outer, b_rows, first // B_OUTER_K, N, b_outer_n, b_outer_k, B_GROUP)
     both = right[:, None] * left[None, :] if SWAP else left[:, None] * right[None, :]
-    return acc + partial * tl.where(both < float("inf"), both, tl.where(both == both, LARGEST, both))
+    return _added(acc, partial, tl.where(both < float("inf"), both, tl.where(both == both, LARGEST, both)))
+
+
+@triton.jit
+def _added(acc, partial, scale):
+    """acc + partial x scale, contracted: said here, and not left to the compiler, so that all kernels have its bits."""
+    return tl.fma(partial, tl.broadcast_to(scale, partial.shape), acc)
 
 
 @triton.jit
@@ -325,8 +331,8 @@ def sum_over(
                 BLOCK_K,
             )  # fmt: skip
             right = operand(
-                b, b_inner, columns, first, N, K, b_stride, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT, EVEN_K,
-                BLOCK_K,
+                b, b_inner, columns, first, N, K, b_stride, b_inner_n, b_inner_k, B_SIDE, B_INNER, B_INNER_K, DOT,
+                EVEN_K, BLOCK_K,
             )  # fmt: skip
             found = dot(left, right, start_from, PARTS, SWAP)
         if PROMOTE:

@@ -234,33 +234,46 @@ def product_calls(
         kind = torch.int32 if instruction.dot == "int8" else torch.float32
         partials = torch.empty((chosen.split_k, m, n), dtype=kind, device=out.device)
     programs = -(-m // chosen.block_m) * -(-n // chosen.block_n)
-    args = (
-        *(a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale),
-        *(bias, residual, out, partials, m, n, k),
-        *(a.codes.stride(0), *a.strides, b.codes.stride(0), *b.strides),
-    )
-    names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
+    args = (*tensors_of(a, b), bias, residual, out, partials, m, n, k, *strides_of(a, b))
     constants = {
+        **constants_of(a, b, instruction, chosen, k),
+        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
+        "SWAP": chosen.swap,
+        "SPLIT_K": chosen.split_k,
+    }
+    grid = (programs, chosen.split_k)
+    kernel = triton_matmul.product
+    calls = [Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages)]
+    if partials is not None:
+        calls.append(_sum_call(partials, a, b, bias, residual, out))
+    return calls
+
+
+def tensors_of(a: Operand, b: Operand) -> tuple[Tensor | None, ...]:
+    """Codes and scales, in the order of the kernels' parameters."""
+    return a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale
+
+
+def strides_of(a: Operand, b: Operand) -> tuple[int, ...]:
+    """Of codes by row and of scales, in the order of the kernels' parameters."""
+    return a.codes.stride(0), *a.strides, b.codes.stride(0), *b.strides
+
+
+def constants_of(a: Operand, b: Operand, instruction: Instruction, blocking: Blocking, k: int) -> dict[str, Any]:
+    """What all kernels that multiply are compiled for."""
+    names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
+    return {
         **{f"A_{name}": value for name, value in zip(names, a.constants, strict=True)},
         **{f"B_{name}": value for name, value in zip(names, b.constants, strict=True)},
         "DOT": instruction.dot,
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
-        "EVEN_K": k % chosen.block_k == 0,
-        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
-        "SWAP": chosen.swap,
-        "SPLIT_K": chosen.split_k,
-        "BLOCK_M": chosen.block_m,
-        "BLOCK_N": chosen.block_n,
-        "BLOCK_K": chosen.block_k,
-        "GROUP": chosen.group,
+        "EVEN_K": k % blocking.block_k == 0,
+        "BLOCK_M": blocking.block_m,
+        "BLOCK_N": blocking.block_n,
+        "BLOCK_K": blocking.block_k,
+        "GROUP": blocking.group,
     }
-    grid = (programs, chosen.split_k)
-    kernel = triton_matmul.product
-    calls = [Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages, fuse=True)]
-    if partials is not None:
-        calls.append(_sum_call(partials, a, b, bias, residual, out))
-    return calls
 
 
 def _sum_call(
@@ -280,4 +293,4 @@ def _sum_call(
         "BLOCK_N": block_n,
     }
     grid = (-(-m // block_m), -(-n // block_n))
-    return Call(triton_matmul.add_partials, grid, args, constants, fuse=True)
+    return Call(triton_matmul.add_partials, grid, args, constants)
