@@ -91,7 +91,7 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 def test_activations_of_every_16_bit_value_are_within_a_step_of_torch(interpreter, kind, dtype):
     x = every_value(dtype)
     found = interpreter.call(triton_fused.activate, Activation(kind), (x[None],))[0]
-    finite = x.isfinite()
+    finite = x.float().abs() < 2.0**127  # above, PyTorch's GELU overflows on CPUs
     expected = TORCH[kind](x[finite])
     same = found[finite] == expected
     apart = (found[finite].double() - expected.double()).abs()
