@@ -148,8 +148,9 @@ def normalize(
     hidden = stream.to(torch.float32)
     if norm.layer:
         hidden = hidden - _row_mean(hidden)
-    root = 1.0 / torch.sqrt(_row_mean(hidden * hidden) + norm.eps)
-    value = hidden * root
+    variance = _row_mean(hidden * hidden) + norm.eps
+    # PyTorch's float32 square root is not rounded correctly on every CPU; by way of float64 it is.
+    value = hidden * (1.0 / torch.sqrt(variance.to(torch.float64)).to(torch.float32))
     if norm.rounds_twice:
         value = value.to(stream.dtype).to(torch.float32)
     if weight is not None:
@@ -164,8 +165,9 @@ def _row_mean(x: Tensor) -> Tensor:
     k = x.shape[1]
     width = min(row_width(k), LONGEST_ROW)
     total = x.new_zeros(x.shape[0], width)
-    for part in functional.pad(x, (0, -k % width)).split(width, dim=1):
-        total = total + part
+    padded = functional.pad(x, (0, -k % width))
+    for first in range(0, padded.shape[1], width):
+        total = total + padded[:, first : first + width]
     while total.shape[1] > 1:
         half = total.shape[1] // 2
         total = total[:, :half] + total[:, half:]
