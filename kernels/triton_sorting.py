@@ -11,8 +11,10 @@ _ONE_CHUNK = 512
 """Pairs that one program sorts by itself."""
 
 _CHUNK = 256
-_ELEMENTS = 8192
-"""Of a tile that compares each with each: 64 a thread with four warps."""
+_ELEMENTS = 4096
+"""Of a tile that compares each with each: more than 16 a thread, which is unrolled, want more registers than there are.
+"""
+_WARPS = 8
 
 
 def route(ids: Tensor, experts: int) -> Segments:
@@ -35,12 +37,11 @@ def route_calls(ids: Tensor, segments: Segments) -> list[Call]:
         block = _power_of_two(max(pairs, 32))
         constants = {"BINS": bins, "BLOCK": block, "SLICE": min(block, _ELEMENTS // block)}
         args = (ids, None, None, segments.order, segments.offsets, pairs, experts)
-        return [Call(triton_routing.place_pairs, (1,), args, constants)]
+        return [Call(triton_routing.place_pairs, (1,), args, constants, _WARPS)]
     chunks = -(-pairs // _CHUNK)
     counts = torch.empty((chunks, experts + 1), dtype=torch.int32, device=device)
     totals = torch.empty(experts + 1, dtype=torch.int32, device=device)
     across, down = 16, 128
-    place = {"BINS": bins, "BLOCK": _CHUNK, "SLICE": _ELEMENTS // _CHUNK}
     return [
         Call(triton_routing.count_experts, (chunks,), (ids, counts, pairs, experts), {"BINS": bins, "BLOCK": _CHUNK}),
         Call(
@@ -53,7 +54,8 @@ def route_calls(ids: Tensor, segments: Segments) -> list[Call]:
             triton_routing.place_pairs,
             (chunks,),
             (ids, counts, totals, segments.order, segments.offsets, pairs, experts),
-            place,
+            {"BINS": bins, "BLOCK": _CHUNK, "SLICE": _ELEMENTS // _CHUNK},
+            _WARPS,
         ),
     ]
 
