@@ -10,5 +10,6 @@
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
+- `triton_catalog`: every launch that ships, by name: for tables of machine code.
 - `registry`: which of them runs a layer, with the reason.
 """
