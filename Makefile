@@ -15,7 +15,7 @@ STAMP := $(VENV)/installed
 BENCHMARKS := import_time compile_time conversion linear_latency
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-llm test check format readme notebooks bench sweep clean
+.PHONY: help venv demo demo-llm test check format readme golden notebooks bench gpu sweep clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,11 +53,17 @@ format: $(STAMP) ## rewrite the sources as `check` wants them
 readme: $(STAMP) ## write the generated tables of README.md anew
 	$(BIN)/python tests/test_readme.py
 
+golden: $(STAMP) ## write the golden table of the kernels' machine code anew
+	OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/test_golden_code.py
+
 notebooks: $(STAMP) ## run the notebooks
 	$(BIN)/pytest tests/test_notebooks.py $(ARGS)
 
 bench: $(STAMP) ## measure against peers (ARGS=--save writes benchmarks/results)
 	@failed=0; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || failed=1; done; exit $$failed
+
+gpu: $(STAMP) ## all tests and benchmarks for a GPU, one JSON of results (ARGS="--part quantize" for a part)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 sweep: $(STAMP) ## every scheme, route, dtype and model, compiled (long)
 	PYTHONPATH=tests/e2e OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -p sweep_table --numprocesses $(JOBS) $(ARGS)

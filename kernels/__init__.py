@@ -16,5 +16,6 @@
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize
   them at once; `triton_fused` launches these.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
+- `triton_catalog`: every launch that ships, by name: for tables of machine code.
 - `registry`: which of them runs a layer, with the reason.
 """

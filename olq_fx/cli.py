@@ -21,7 +21,7 @@ import click
 import olq_fx
 from olq_fx import cli_tables
 from olq_fx.cli_answers import DONE, EXIT_CODES, INTERRUPTED, USAGE, Answer, code_of, paragraph, say, say_json
-from olq_fx.cli_options import ConfiguredCommand, config_of, configured
+from olq_fx.cli_options import ConfiguredCommand, config_of, configured, is_configured
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -213,6 +213,50 @@ def run(ctx: click.Context, /, model: str, **options: Any) -> Answer:
         **given,
     )
     return cli_run.run(model, config, found)
+
+
+@cli.command(cls=ConfiguredCommand, epilog=_MODEL)
+@click.argument("model", required=False)
+@configured
+@_options(
+    click.option(
+        "--arch",
+        default="sm_90",
+        show_default=True,
+        metavar="NAME",
+        help="sm_80, sm_89, sm_90, sm_100, sm_120, or a device: a100, l40s, rtx4090, h100, h200, b200, rtx5090.",
+    ),
+    click.option("--m", "rows", default="1,64,4096", show_default=True, metavar="M,...", help="Rows of activations."),
+    click.option("--fused", is_flag=True, help="Activations arrive as codes: their quantization costs nothing here."),
+    click.option("--code", is_flag=True, help="Instead, compile the kernels for --arch and show their machine code."),
+    click.option("--format", "formats", multiple=True, metavar="NAME", help="With --code: the kernels of this format."),
+    _dtype,
+    click.option("--meta/--no-meta", default=True, help="Build the model without memory (the default) or with it."),
+)
+@_answering
+@click.pass_context
+def kernels(ctx: click.Context, /, model: str | None, arch: str, **options: Any) -> Answer:
+    """Show what the layers of MODEL cost at best on a GPU, or what the kernels become there. No GPU is needed.
+
+    Without a configuration every scheme is compared.
+    """
+    from olq_fx import cli_kernel_code, cli_kernels, cli_models
+    from olq_fx.cost_model import architecture
+
+    if options["code"]:
+        if model is not None or is_configured(ctx):
+            raise click.UsageError("--code shows the kernels of the library: it takes no MODEL and no configuration.")
+        return cli_kernel_code.code(options["formats"], architecture(arch))
+    if model is None or options["formats"]:
+        raise click.UsageError("Missing argument 'MODEL'." if model is None else "--format goes with --code.")
+    return cli_kernels.kernels(
+        model,
+        config_of(ctx) if is_configured(ctx) else None,
+        architecture=architecture(arch),
+        rows=cli_kernels.rows_from(options["rows"]),
+        dtype=cli_models.dtype_of(options["dtype"]),
+        **{name: options[name] for name in ("fused", "strict", "meta")},
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

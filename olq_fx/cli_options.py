@@ -6,6 +6,7 @@ key that ends in `+` adds to a list. Dotted keys and those of a text are joined.
 API:
     ConfiguredCommand       a click command that takes dotted keys
     configured(function)    adds --quantization, --quantization-config, --strict
+    is_configured(context) -> bool      whether one of them is given
     config_of(context) -> QuantizationConfig
     dotted_keys(arguments) -> (dotted, rest)
 """
@@ -96,6 +97,11 @@ def configured(function: F) -> F:
     return function
 
 
+def is_configured(context: click.Context) -> bool:
+    """Whether an option of a command says what to quantize to."""
+    return bool(context.params["schemes"] or context.params["config_texts"] or context.meta[_META])
+
+
 def config_of(context: click.Context) -> QuantizationConfig:
     """The configuration that the options of a command mean together.
 
@@ -107,7 +113,7 @@ def config_of(context: click.Context) -> QuantizationConfig:
     for name, given in (("--quantization", schemes), ("--quantization-config", texts)):
         if len(given) > 1:
             raise ConfigurationError(f"{name} is given {len(given)} times: {shown(list(given))}")
-    if not (schemes or texts or dotted):
+    if not is_configured(context):
         raise ConfigurationError(
             "say what to quantize to: --quantization NAME (`olq-fx schemes` lists them) "
             "or --quantization-config JSON|FILE"

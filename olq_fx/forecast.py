@@ -3,7 +3,7 @@
 API:
     Forecaster(device=None).of(candidate, slot, config) -> Forecast(kernel, kernel_reason, bytes_after, loss)
 
-A quantized layer is a loss by one of three rules, each of which the plan shows as a warning with its numbers and
+A quantized layer is a loss by one of four rules, each of which the plan shows as a warning with its numbers and
 `skip_unprofitable` follows:
 
 1. Its codes and scales take more bytes than the original.
@@ -12,15 +12,22 @@ A quantized layer is a loss by one of three rules, each of which the plan shows 
    the bytes that it saves: measured on one core, eager, against bfloat16, 512 x 512 takes twice the time in 8 and 4
    bits, 1024 x 1024 0.8 to 1.2 times, and larger ones less. (With many rows all sizes are faster than bfloat16.)
 
-The last two speak of a device, so they say nothing of a weight on meta unless the device is named. Lookups in an
+4. Another kernel runs it on a GPU, and by `olq_fx.cost_model` it is slower than in bfloat16 with 1, 64 and 4096 rows.
+   Where that holds for some of these only, the plan says so without calling it a loss. The GPU is the one that is here;
+   where none is, the rule must hold on every architecture of the model.
+
+The last three speak of a device, so they say nothing of a weight on meta unless the device is named. Lookups in an
 embedding decode the rows that are asked for and are never a loss of speed.
 """
 
 import dataclasses
 
+import torch
+
 from olq_fx.candidates import Candidate
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.configuration_options import AUTO
+from olq_fx.cost_model import ARCHITECTURES, ROWS, Architecture, of_capability, rows_lost
 from olq_fx.formats import get_format
 from olq_fx.kernels import native, registry
 from olq_fx.kernels.triton_ops import FAST_ACCUM
@@ -83,20 +90,39 @@ def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend:
     elif fast_accum and not registry.refusal(FAST_ACCUM, *product):
         backend = FAST_ACCUM
         choice = registry.KernelChoice(FAST_ACCUM, "fast_accum asks for it")
-    reason = "; ".join(part for part in (choice.reason, _fast_accum(slot, fast_accum, choice.name)) if part)
     loss = f"takes more bytes than before ({after} instead of {before})" if after > before else ""
-    if not loss and kind == "linear" and device != "meta":
-        loss = _slow(choice.name, n * k)
+    note = ""
+    if kind == "linear" and device != "meta":
+        lost = _rows_lost_on_gpu(slot, n, k) if device == "cuda" and choice.name != "reference" else ()
+        loss = loss or _slow(choice.name, n * k, device, lost)
+        note = "" if loss else _slow_for_some(lost)
+    reason = "; ".join(part for part in (choice.reason, _fast_accum(slot, fast_accum, choice.name), note) if part)
     return Forecast(choice.name, reason, after, loss, "" if backend == AUTO else backend, refusal)
 
 
-def _slow(kernel: str, weights: int) -> str:
+def _slow(kernel: str, weights: int, device: str, lost: tuple[int, ...]) -> str:
     """Why a product is expected to be slower than in bfloat16, or ""."""
     if kernel == "reference":
         return "expected to be slower than in bfloat16: the reference decodes the weight in each call"
+    if device == "cuda":
+        return "expected to be slower than in bfloat16 whatever the number of rows" if lost == ROWS else ""
     if kernel == native.NAME and weights < SMALL:
         return f"expected to be slower than in bfloat16 for single rows: {weights} weights, fewer than {SMALL}"
     return ""
+
+
+def _slow_for_some(lost: tuple[int, ...]) -> str:
+    """With which numbers of rows a product is expected to be slower than in bfloat16, or ""."""
+    return f"expected to be slower than in bfloat16 with {' and '.join(map(str, lost))} rows" if lost else ""
+
+
+def _rows_lost_on_gpu(slot: Slot, n: int, k: int) -> tuple[int, ...]:
+    """Of `ROWS`, those with which the layer is slower by the cost model."""
+    here: Architecture | None = None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        here = of_capability(10 * major + minor)
+    return rows_lost(slot, n, k, ARCHITECTURES.values() if here is None else (here,))
 
 
 def _fast_accum(slot: Slot, asked: bool, kernel: str) -> str:

@@ -22,6 +22,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PLAN = ("plan", "cases:stack")
+KERNELS = ("kernels", "cases:stack")
 COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0")
 
 
@@ -49,6 +50,12 @@ COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0"
         ((*PLAN, "-q", "int8", "--against", "mxfp4"), "int8_per_channel_static"),
         ((*PLAN, "-q", "int8", "--against", '{"quantization": "int8", "ignore": ["0"]}'), "0.weight"),
         (("plan", "cases:Uses", "-q", "int8", "--inputs", "cases:inputs"), "4 of 4 weights"),
+        ((*KERNELS, "-q", "mxfp4"), "bf16 (w4a16)"),
+        ((*KERNELS, "-q", "mxfp4", "--arch", "SM100", "--m", "7"), "all layers with M = 7"),
+        ((*KERNELS, "--quantization-config.linear", "fp8", "--fused", "--arch", "l40s"), "(--fused)"),
+        (KERNELS, "nvfp4_weight_only"),
+        (("kernels", "cases:ready", "-q", "int8", "--no-meta", "--dtype", "bfloat16"), "not measurements"),
+        (("kernels", "--code", "--format", "int8_per_token", "--arch", "sm_120"), "2 kernels for sm_120"),
         ((*COMPARE, "-q", "mxfp8"), "relative_l2"),
         ((*COMPARE, "-q", "mxfp8", "--fail-under", "cosine=0.9,psnr_db=20"), "all bounds hold"),
         ((*COMPARE, "-q", "none", "--fail-over", "mae=0"), "all bounds hold"),
@@ -107,6 +114,18 @@ def test_what_works(olq, arguments, said):
         (("plan", "cases:leaves", "-q", "fp8"), 4, "SystemExit: 7"),
         (("plan", "cases:Uses", "-q", "fp8", "--inputs", "cases:wide"), 2, "cannot be traced"),
         (("plan", "cases:Uses", "-q", "fp8", "--inputs", "inputs"), 2, "module:callable"),
+        (("kernels",), 2, "MODEL"),
+        ((*KERNELS, "--arch", "sm_91"), 2, "did you mean 'sm_90'"),
+        ((*KERNELS, "--m", "1,0"), 2, "positive numbers of rows"),
+        ((*KERNELS, "--m", "few"), 2, "not 'few'"),
+        ((*KERNELS, "-q", "fp9"), 2, "did you mean 'fp8'"),
+        ((*KERNELS, "-q", "fp8", "--quantization-config.ignore", "typo"), 2, "typo"),
+        ((*KERNELS, "--format", "mxfp8"), 2, "--format goes with --code"),
+        ((*KERNELS, "--code"), 2, "takes no MODEL"),
+        (("kernels", "--code", "-q", "fp8"), 2, "takes no MODEL"),
+        (("kernels", "--code", "--format", "mxfp9"), 2, "did you mean 'mxfp8'"),
+        (("kernels", "--code", "--format", "fp8_per_block_static_128x32"), 2, "no kernel knows the format"),
+        (("kernels", "no/such/model"), 2, "no folder here"),
         (("compare", "cases:stack", "-q", "fp8"), 2, "--inputs"),
         (("compare", "cases:stack", "-q", "fp8", "--text", "cases.py"), 2, "--inputs"),
         ((*COMPARE, "-q", "fp8", "--text", "cases.py"), 2, "exclude"),
@@ -151,6 +170,8 @@ def test_what_does_not(olq, arguments, code, said):
         ("formats",),
         ("pairs",),
         (*PLAN, "-q", "fp8"),
+        KERNELS,
+        ("kernels", "--code", "--format", "int8_per_token"),
         (*COMPARE, "-q", "none"),
         (*COMPARE, "-q", "mxfp4", "--fail-under", "sqnr_db=13", "--suggest-ignore"),
     ],
