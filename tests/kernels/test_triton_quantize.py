@@ -10,7 +10,6 @@ from olq_fx.formats import FORMATS, block_formats, get_format
 from olq_fx.kernels import reference, triton_quantize
 from olq_fx.testing import assert_kernel_code, assert_kernel_values, tensors
 
-CAPABILITIES = (80, 89, 90, 100, 120)
 PAIRS = [(name, rule) for name, found in FORMATS.items() for rule in found.rules]
 BLOCKS = [(name, "amax") for name in (*block_formats(32, 32), *block_formats(256, 64))]
 NATIVE = st.booleans()
@@ -57,7 +56,7 @@ def test_rows_longer_than_a_tile(interpreter, format):
 def test_every_16_bit_value(interpreter, element, native):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(element)
     x = x[x.isfinite()]
-    x = x[: len(x) // 128 * 128].reshape(-1, 128)
+    x = x[: len(x) // 16 * 16].reshape(16, -1)  # neighbours in one group; few programs, which are interpreted slowly
     for format, rule in PAIRS:
         if get_format(format).group[0] == 1:
             assert_kernel_values(interpreter, triton_quantize.quantize, reference_quantize, x, format, rule, native)
@@ -87,10 +86,10 @@ def meta_parts(format, rows, k):
     return [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in numerics.part_specs(format, rows, k)]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("format", "rule"), PAIRS + BLOCKS)
-def test_the_code_stays_in_registers(format, rule, capability):
-    found, native = get_format(format), capability >= 89
+def test_the_code_divides_exactly_and_contracts_nothing(format, rule):
+    """For one GPU; the golden table has the registers of all kernels on all of them."""
+    found, native, capability = get_format(format), True, 90
     x, parts = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), meta_parts(get_format(format), 4096, 4096)
     calls = triton_quantize.quantize_calls(x, parts, found, rule, native)
     calls += triton_quantize.dequantize_calls(parts, found, x, native)
