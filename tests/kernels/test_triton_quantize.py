@@ -51,6 +51,7 @@ def test_rows_longer_than_a_tile(interpreter, format):
     assert_kernel_values(interpreter, triton_quantize.quantize, reference_quantize, x, format, "amax", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("element", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("native", [True, False])
 def test_every_16_bit_value(interpreter, element, native):
