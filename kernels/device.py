@@ -114,7 +114,7 @@ def power_of_two(written):
 @triton.jit
 def over_power_of_two(groups, written):
     """(R, S) over the powers of two that (R,) int32 stand for, by an exact product; 0 where that is 255."""
-    inverse = from_bits(tl.where(written == E8M0_NAN, 0, (254 - written) << 23))
+    inverse = from_bits((254 - written) << 23)
     return tl.where((written == E8M0_NAN)[:, None], 0.0, groups * inverse[:, None])
 
 
@@ -128,8 +128,7 @@ def decode_e8m0(byte):
 @triton.jit
 def e4m3_scale(amax, unit, NATIVE: tl.constexpr):
     """`scales.e4m3_scale`: the bytes."""
-    quotient = tl.minimum(tl.div_rn(amax, unit), E4M3_MAX)
-    return tl.where(is_finite(amax), encode_e4m3(quotient, NATIVE), 0x7F).to(tl.uint8)
+    return tl.where(is_finite(amax), encode_e4m3(tl.div_rn(amax, unit), NATIVE), 0x7F).to(tl.uint8)
 
 
 @triton.jit
@@ -256,6 +255,5 @@ def _halved(x):
 @triton.jit
 def quotient(groups, divisor):
     """(R, S) over (R,): 0 where the divisor is NaN (a non-finite group) or 0 (a block of zeros)."""
-    good = divisor > 0.0
-    safe = tl.where(good, divisor, 1.0)
-    return tl.where(good[:, None], tl.div_rn(groups, tl.broadcast_to(safe[:, None], groups.shape)), 0.0)
+    wide = tl.broadcast_to(divisor[:, None], groups.shape)
+    return tl.where(wide > 0.0, tl.div_rn(groups, wide), 0.0)

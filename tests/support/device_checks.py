@@ -1,0 +1,375 @@
+"""Every device function beside the function of the reference that it must equal, with the numbers to try.
+
+The numbers are all there are where these are few: every code, every bfloat16 and float16, every e8m0 byte; else those
+where something changes: midpoints of codes, thresholds of rules, powers of two, each with its float32 neighbours and
+both signs, zeros, subnormals, NaN and Inf. `run_checks` runs in the process of an `Interpreter`, for test_device.py
+with the library's own functions, for test_mutations.py with changed ones.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from olq_fx import elements, numerics, scales
+from olq_fx.formats import FORMATS
+from olq_fx.testing import assert_same_bits
+
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One device function with one setting.
+
+    Attributes:
+        function: its name.
+        inputs: gives the numbers: (N,) and (N,) or None; for groups (R, S) and (R,) or None.
+        expected: of these, what the reference gives.
+        key: an element, rule or largest code.
+        rule: a scale rule.
+        groups: whether it takes groups.
+        native: both settings of NATIVE are tried.
+        signed_zero: whether the sign of a zero counts.
+    """
+
+    function: str
+    inputs: Callable[[], tuple[Tensor, Tensor | None]]
+    expected: Callable[..., Tensor]
+    key: str | float = ""
+    rule: str = ""
+    groups: bool = False
+    native: bool = False
+    signed_zero: bool = True
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(part) for part in (self.function, self.key, self.rule) if part != "")
+
+    @functools.cached_property
+    def numbers(self) -> tuple[Tensor, Tensor | None]:
+        return self.inputs()
+
+    @functools.cached_property
+    def wanted(self) -> Tensor:
+        x, y = self.numbers
+        return self.expected(x) if y is None else self.expected(x, y)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+def _around(values: Sequence[float] | Tensor) -> Tensor:
+    """Float32 numbers with two neighbours on each side, and the negatives of all."""
+    middle = _bits(torch.as_tensor(values, dtype=torch.float64).abs().to(torch.float32).flatten())
+    near = torch.cat([(middle + step).clamp(0, 0x7F800000) for step in (-2, -1, 0, 1, 2)]).view(torch.float32)
+    return torch.cat((near, -near))
+
+
+@functools.cache
+def floats() -> Tensor:
+    """Every bfloat16 and float16, and what lies around whatever a format or a rule decides by."""
+    narrow = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    every = [narrow.view(kind).to(torch.float32) for kind in (torch.bfloat16, torch.float16)]
+    e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.cat([torch.cat((values, (values[1:] + values[:-1]) / 2)) for values in (e4m3, e2m1)])
+    integers = torch.arange(0, 300, dtype=torch.float64) / 2
+    mantissas = (1.0, 1.25, 1.5, 1.75, 1.984375, 1.3125, 448 / 256, 2688 / 2048, 127 / 64)
+    scaled = torch.tensor([math.ldexp(m, e) for m in mantissas for e in range(-149, 128)], dtype=torch.float64)
+    decided = torch.tensor(
+        [2.0**-114, 448.0, 464.0, 1792.0, 2688.0, 2.0**22, 3.4028234663852886e38], dtype=torch.float64
+    )
+    special = torch.tensor([0.0, -0.0, NAN, -NAN, INF, -INF])
+    found = torch.cat((*every, *map(_around, (codes, integers, scaled, decided)), special))
+    return torch.unique(_bits(found)).view(torch.float32)
+
+
+def _padded(values: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """A power of two of numbers: the last one is repeated."""
+    size = 1 << (len(values) - 1).bit_length()
+    index = torch.arange(size).clamp(max=len(values) - 1)
+    return values[index].contiguous(), None if other is None else other[index].contiguous()
+
+
+def any_float() -> tuple[Tensor, None]:
+    return _padded(floats())[0], None
+
+
+def sizes() -> tuple[Tensor, None]:
+    """What a largest size may be: not negative, NaN or Inf."""
+    values = floats().abs()
+    return _padded(torch.unique(_bits(values)).view(torch.float32))[0], None
+
+
+def quotients() -> tuple[Tensor, None]:
+    """What is encoded: everything but NaN."""
+    return _padded(floats()[~floats().isnan()])[0], None
+
+
+def small() -> tuple[Tensor, None]:
+    """What can be rounded to an integer: |x| < 2^22."""
+    return _padded(floats()[floats().abs() < 2.0**22])[0], None
+
+
+def every_int32() -> tuple[Tensor, None]:
+    return _bits(any_float()[0]), None
+
+
+def every_byte() -> tuple[Tensor, None]:
+    return torch.arange(256, dtype=torch.uint8), None
+
+
+def nibbles() -> tuple[Tensor, None]:
+    return torch.arange(16, dtype=torch.uint8), None
+
+
+def written_exponents() -> tuple[Tensor, None]:
+    return _padded(torch.arange(1, 256, dtype=torch.int32))[0], None
+
+
+def exponents_and_sizes() -> tuple[Tensor, Tensor | None]:
+    exponents = torch.arange(-3, 255, dtype=torch.int32)
+    amax = torch.tensor([0.0, 1.0, 3.4028234663852886e38, INF, NAN])
+    pairs = torch.cartesian_prod(exponents.double(), torch.arange(len(amax)).double()).long()
+    return _padded(pairs[:, 0].to(torch.int32), amax[pairs[:, 1]])
+
+
+def sizes_and_units() -> tuple[Tensor, Tensor | None]:
+    """Each size over a unit near it, so that quotients are within what e4m3 has, and over three fixed units."""
+    amax = sizes()[0]
+    exponent = torch.randint(-10, 12, amax.shape, generator=_seeded()).float()
+    near = (torch.nan_to_num(amax, 1.0, 1.0) * torch.exp2(exponent)).clamp(2.0**-126, 2.0**126)
+    fixed = [torch.full_like(amax, unit) for unit in (1.0, 2.0**-126, 0.1)]
+    return _padded(amax.repeat(4), torch.cat((near, *fixed)))
+
+
+def _seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def group_values(size: int, count: int = 1024) -> Tensor:
+    """Groups (count, size) of all kinds: ordinary, at thresholds, exact, tiny, zero, extreme, not finite."""
+    normal = torch.randn(count, size, generator=_seeded(size))
+    spread = torch.exp2(torch.randint(-20, 20, (count, 1), generator=_seeded(1)).float())
+    found = normal * spread
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    picked = torch.randint(16, (count // 8, size), generator=_seeded(2))
+    eighth = count // 8
+    found[:eighth] = codes[picked] * spread[:eighth]
+    found[eighth : 2 * eighth] = torch.exp2(torch.randint(-6, 4, (eighth, size), generator=_seeded(3)).float())
+    found[2 * eighth : 2 * eighth + 64, 0] = _around([1.5, 1.75, 1.25, 448.0, 6.0, 3.5])[:64].abs().repeat(2)[:64] * 1e2
+    found[-1], found[-2], found[-3] = 0.0, -0.0, 2.0**-149
+    found[-4], found[-5] = normal[-4] * 2.0**-130, torch.sign(normal[-5]) * 3.4028234663852886e38
+    found[-6, 0], found[-7, size // 2], found[-8, size - 1] = NAN, INF, -INF
+    found[-9], found[-10] = 1792.0, torch.nextafter(torch.tensor(1792.0), torch.tensor(INF))
+    found[-11], found[-12], found[-13] = 12.0, 1344.0, 2688.0
+    return found.contiguous()
+
+
+def groups_of(size: int) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    return lambda: (group_values(size), None)
+
+
+def groups_and_exponents() -> tuple[Tensor, Tensor | None]:
+    written = torch.randint(1, 254, (1024,), generator=_seeded(4), dtype=torch.int32)
+    written[:256] = torch.arange(256, dtype=torch.int32).clamp(1, 253)
+    written[-64:] = 255
+    return group_values(32).nan_to_num(1.0, INF, -INF), written
+
+
+def groups_and_divisors() -> tuple[Tensor, Tensor | None]:
+    divisor = torch.rand(1024, generator=_seeded(5)) + 2.0**-126
+    divisor[::7], divisor[1::7], divisor[2::7] = 0.0, NAN, 2.0**-126
+    return group_values(16), divisor
+
+
+def blocks_and_units() -> tuple[Tensor, Tensor | None]:
+    """Blocks of nvfp4 with global scales: as rows have them, and 1, at which thresholds are whole numbers."""
+    groups = group_values(16)
+    largest = groups.nan_to_num(0.0, 0.0, 0.0).abs().amax(1)
+    near = scales.float32_scale(
+        largest * torch.exp2(torch.randint(0, 9, (1024,), generator=_seeded(6)).float()), 2688.0
+    )
+    near = near.nan_to_num(1.0)
+    near[-16:] = 1.0
+    near[:128] = 1.0
+    # Blocks that 4 and 6 both represent, but for the rounding of quotients, and blocks whose scale for 4 is 448 or not.
+    unit = torch.rand(1024, generator=_seeded(7)) + 0.5
+    exact = torch.tensor([0.0, 3.0, 6.0, 12.0, -3.0, -6.0, -12.0])[torch.randint(7, (1024, 16), generator=_seeded(8))]
+    ties, limits = exact * unit[:, None], torch.rand(1024, 16, generator=_seeded(9)) * unit[:, None] * 1792.0
+    limits[:, 0] = 448.0 * (4.0 * unit)
+    _bits(limits)[:512, 0] += torch.randint(-1, 2, (512,), generator=_seeded(10), dtype=torch.int32)
+    return torch.cat((groups, ties, limits, limits)), torch.cat((near, unit, unit, unit * 0.9))
+
+
+def _grouped(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, S) as numerics sees groups, and their largest sizes."""
+    seen = groups[:, None, None, :]
+    return seen, numerics._group_amax(seen.abs(), (1, groups.shape[1]))
+
+
+def _over_power_of_two(groups: Tensor, written: Tensor) -> Tensor:
+    return numerics._quotient(groups, scales.power_of_two(written)[:, None])
+
+
+def _mx_scale(name: str, rule: str) -> Callable[[Tensor], Tensor]:
+    return lambda groups: numerics._e8m0(*_grouped(groups), FORMATS[name], rule).flatten()
+
+
+def _nvfp4_scale(rule: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def scale(groups: Tensor, unit: Tensor) -> Tensor:
+        seen, amax = _grouped(groups)
+        wide = unit[:, None, None, None]
+        found = scales.e4m3_scale(amax, wide * 6.0)
+        if rule == "four_over_six":
+            found = numerics._four_over_six(seen, amax, wide, found)
+        return found.flatten().view(torch.uint8)
+
+    return scale
+
+
+def _bytes(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: function(*args).view(torch.uint8)
+
+
+def _codes(element: str) -> Callable[[Tensor], Tensor]:
+    return _bytes(lambda x: elements.encode(x, element))
+
+
+def _decoded(element: str) -> Callable[[Tensor], Tensor]:
+    return lambda codes: elements.decode(codes.view(elements.CODE_DTYPE[element]), element)
+
+
+def _on_sizes() -> list[Check]:
+    found = [
+        Check("float32_scale", sizes, functools.partial(scales.float32_scale, largest=largest), largest)
+        for largest in (448.0, 127.0, 6.0, 2688.0)
+    ]
+    for largest in (448.0, 127.0):
+        above = functools.partial(scales.exponent_above, largest=largest)
+        power = functools.partial(scales.power_of_two_scale, largest=largest)
+        found += [Check("exponent_above", sizes, above, largest), Check("power_of_two_scale", sizes, power, largest)]
+    for rule in FORMATS["mxfp4"].rules:
+        found.append(Check("mxfp4_exponent", sizes, functools.partial(scales.mxfp4_exponent, rule=rule), rule))
+    for element, format in (("e4m3", "fp8_per_block_dynamic"), ("int8", "int8_per_token")):
+        for rule in ("amax", "power_of_two"):
+            plain = functools.partial(numerics._float32_scale, format=FORMATS[format], rule=rule)
+            found.append(Check("plain_scale", sizes, plain, element, rule))
+    return [
+        *found,
+        Check("is_finite", sizes, lambda amax: scales.finite(amax).to(torch.int32)),
+        Check("nvfp4_reciprocal", sizes, scales.nvfp4_reciprocal),
+        Check("e8m0", exponents_and_sizes, scales.e8m0),
+        Check("e4m3_scale", sizes_and_units, _bytes(scales.e4m3_scale), native=True),
+    ]
+
+
+def _on_values_and_codes() -> list[Check]:
+    return [
+        Check("LARGEST", nibbles, lambda x: torch.full(x.shape, torch.finfo(torch.float32).max)),
+        Check("size_bits", any_float, lambda x: _bits(x.abs())),
+        Check("finite_size_bits", any_float, lambda x: _bits(numerics._finite_sizes(x))),
+        Check("from_bits", every_int32, lambda bits: bits.view(torch.float32)),
+        Check("rounded", small, torch.round, signed_zero=False),
+        *(Check("encode", quotients, _codes(element), element, native=True) for element in ("e4m3", "e2m1", "int8")),
+        Check("encode_e4m3", quotients, _codes("e4m3"), native=True),
+        Check("encode_e2m1", quotients, elements.encode_e2m1),
+        Check("round_e2m1", quotients, elements.round_e2m1, signed_zero=False),
+        Check("power_of_two", written_exponents, scales.power_of_two),
+        Check("decode_e8m0", every_byte, scales.decode_e8m0),
+        *(Check("decode", every_byte, _decoded(element), element, native=True) for element in ("e4m3", "int8")),
+        Check("decode", nibbles, elements.decode_e2m1, "e2m1"),
+        Check("decode_e4m3", every_byte, _decoded("e4m3"), native=True),
+        Check("decode_e2m1", nibbles, elements.decode_e2m1),
+    ]
+
+
+def _on_groups() -> list[Check]:
+    codes = torch.cartesian_prod(*[torch.arange(16, dtype=torch.uint8)] * 2).reshape(2, 256)
+    packed = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
+    found = [
+        Check("sum_of_squares", groups_of(size), lambda x: numerics._sum_of_squares(x[:, None, None]).flatten(), size)
+        for size in (1, 2, 16, 32)
+    ]
+    found += [
+        Check("mx_scale", groups_of(32), _mx_scale("mxfp4", rule), "e2m1", rule) for rule in FORMATS["mxfp4"].rules
+    ]
+    found += [
+        Check("nvfp4_scale", blocks_and_units, _nvfp4_scale(rule), "", rule, native=True)
+        for rule in FORMATS["nvfp4"].rules
+    ]
+    found += [
+        Check("group_amax", groups_of(32), lambda x: _grouped(x)[1].flatten()),
+        Check("over_power_of_two", groups_and_exponents, _over_power_of_two),
+        Check("quotient", groups_and_divisors, lambda x, y: numerics._quotient(x, y[:, None])),
+        Check("mx_scale", groups_of(32), _mx_scale("mxfp8", "ceil"), "e4m3", "ceil"),
+        Check("pack", lambda: (codes, None), elements.pack),
+        Check("unpack", lambda: (packed, None), lambda x: elements.unpack(x, 2 * x.shape[1])),
+    ]
+    return [dataclasses.replace(check, groups=True) for check in found]
+
+
+CHECKS = {
+    (check.name, native): check
+    for check in (*_on_sizes(), *_on_values_and_codes(), *_on_groups())
+    for native in ((True, False) if check.native else (True,))
+}
+"""By name and setting of NATIVE."""
+
+
+def run_check(check: Check, native: bool, kernels: ModuleType) -> None:
+    """Hold a device function, as the module `device_kernels` (or a copy of it) applies it, to the reference.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    x, y = check.numbers
+    found = torch.empty_like(check.wanted)
+    if check.groups:
+        rows, size = x.shape
+        width, log = found.shape[1] if found.dim() == 2 else 0, size.bit_length() - 1
+        args = (rows, size, width, log, check.function, check.key, check.rule, native)
+        kernels.groups_kernel[(1,)](x, y, found, *args)
+    else:
+        kernels.elementwise_kernel[(1,)](x, y, found, len(x), check.function, check.key, check.rule, native)
+    if check.signed_zero or not found.is_floating_point():
+        assert_same_bits(found, check.wanted, any_nan=True)
+    else:
+        assert_same_bits(found + 0.0, check.wanted + 0.0, any_nan=True)
+
+
+def kills(folder: str, number: int, first: Sequence[str]) -> str:
+    """The first check that notices what was changed in copies of the device functions, or "".
+
+    Args:
+        folder: it holds `mutant_NUMBER_kernels.py`, a copy of `device_kernels` that imports changed functions.
+        number: of the mutant.
+        first: functions whose checks run first.
+    """
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        kernels = importlib.import_module(f"mutant_{number}_kernels")
+    except Exception as error:
+        return f"import: {type(error).__name__}"
+    for (name, native), check in sorted(CHECKS.items(), key=lambda item: item[1].function not in first):
+        try:
+            run_check(check, native, kernels)
+        except Exception as error:
+            return f"{name}: {type(error).__name__}"
+    return ""
+
+
+def run_named(name: str, native: bool) -> None:
+    """`run_check` of the library's own functions; in the process of an interpreter."""
+    import device_kernels
+
+    run_check(CHECKS[name, native], native, device_kernels)
