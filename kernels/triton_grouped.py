@@ -41,12 +41,6 @@ def grouped_product(
     expert = tl.load(table + tile)
     if expert < 0:
         return
-    positions = tl.load(table + tiles + tile) + tl.arange(0, BLOCK_M)
-    inside = positions < tl.load(table + 2 * tiles + tile)
-    pairs = positions
-    if order is not None:
-        pairs = tl.load(order + positions, mask=inside, other=0).to(tl.int32)
-    places = pairs if SCATTER else positions
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if expert >= E:
         value = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -57,6 +51,7 @@ def grouped_product(
             b_inner += ours * b_inner_expert
         if b_outer is not None:
             b_outer += ours * b_outer_expert
+        positions, inside, pairs = _rows_of(table, order, tiles, tile, BLOCK_M)
         # What is masked by its row index, as the rows beyond a dense operand are.
         rows = tl.where(inside, pairs // GATHER if GATHER > 0 else positions, R)
         acc = sum_over(
@@ -72,9 +67,23 @@ def grouped_product(
         if bias is not None:
             value += tl.load(bias + ours * N + n, mask=n < N, other=0.0).to(tl.float32)
         if weights is not None:
+            positions, inside, pairs = _rows_of(table, order, tiles, tile, BLOCK_M)
             weight = tl.load(weights + pairs, mask=inside, other=0.0)
             value = value.to(out.dtype.element_ty).to(tl.float32) * (weight[None, :] if SWAP else weight[:, None])
-    _store(out, value, places, inside, columns, N, SWAP)
+    # Read again: where they are held over the loop, registers go to local memory.
+    positions, inside, pairs = _rows_of(table, order, tiles, tile, BLOCK_M)
+    _store(out, value, pairs if SCATTER else positions, inside, columns, N, SWAP)
+
+
+@triton.jit
+def _rows_of(table, order, tiles, tile, BLOCK_M: tl.constexpr):
+    """The positions (BLOCK_M,) of a tile, whether they are within its segment, and their pairs."""
+    positions = tl.load(table + tiles + tile) + tl.arange(0, BLOCK_M)
+    inside = positions < tl.load(table + 2 * tiles + tile)
+    if order is None:
+        return positions, inside, positions
+    else:
+        return positions, inside, tl.load(order + positions, mask=inside, other=0).to(tl.int32)
 
 
 @triton.jit
