@@ -5,6 +5,7 @@ API:
     instruction(weight, activation, capability) -> Instruction
     original_cost(m, n, k, architecture) -> Cost
     quantized_cost(slot, m, n, k, architecture, fused=False) -> Cost
+    input_reads(format) -> how often quantizing reads its input
     rows_lost(slot, n, k, architectures, rows=ROWS) -> the numbers of rows at which a layer is expected to be slower
 
 The model. A kernel takes the longer of bytes / bandwidth and operations / rate, both being published ceilings that no
@@ -221,13 +222,13 @@ def quantized_cost(slot: Slot, m: int, n: int, k: int, architecture: Architectur
     read = _ORIGINAL * m * k if activation is None else quantized_bytes(activation, m, k)
     quantization = 0
     if activation is not None and not fused:
-        quantization = _reads(activation) * _ORIGINAL * m * k + read
+        quantization = input_reads(activation) * _ORIGINAL * m * k + read
     found = instruction(weight, activation, architecture.capability)
     moved = read + quantized_bytes(weight, n, k) + _ORIGINAL * m * n
     return _cost(found, moved, quantization, m, n, k, architecture)
 
 
-def _reads(format: Format) -> int:
+def input_reads(format: Format) -> int:
     """How often quantizing to `format` reads its input from memory."""
     return 2 if (None, None) in (format.group, format.coarse) else 1
 
