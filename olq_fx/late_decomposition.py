@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from olq_fx import torch_private
 
 _VALUE = "val"
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 Key = tuple[Any, ...]
 
@@ -47,7 +49,9 @@ class LateDecompositions:
         """Replace every call that is left in a graph of aten operators with fake values."""
         for node in list(gm.graph.nodes):
             if node.op == "call_function" and node.target in self._functions:
-                _replace(node, self._trace(node))
+                traced = self._trace(node)
+                _store_once(node, traced.graph)
+                _replace(node, traced)
 
     def _trace(self, node: Node) -> GraphModule:
         inputs = _tensor_nodes(node)
@@ -89,6 +93,32 @@ def _described(fake: Tensor) -> Key:
     return tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device
 
 
+def _store_once(node: Node, traced: Graph) -> None:
+    """For a GPU, let the operands of a call, and its results that go into other results, be computed into memory.
+
+    Inductor repeats a computation in each of its uses, with all that it follows from, until it finds it long: then it
+    stores whatever it has come to, which for a norm and a quantization is a float32 intermediate value. It emits fewer
+    and shorter pieces of code if it stores the operand, in half the bytes. Results are stored in any case, and memory
+    that a single kernel uses is never allocated. (For a CPU Inductor emits one loop nest either way.)
+    """
+    operands = map(_source, _tensor_nodes(node))
+    for each in (*filter(_is_pointwise, operands), *map(_source, traced.output_node().all_input_nodes)):
+        if each.op == "call_function" and each.meta[_VALUE].device.type != "cpu":
+            torch_private.store_when_lowered(each)
+
+
+def _is_pointwise(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or target in _CASTS)
+
+
+def _source(node: Node) -> Node:
+    """What a value is a view of."""
+    while node.target in _VIEWS:
+        [node] = node.all_input_nodes
+    return node
+
+
 def _replace(node: Node, traced: GraphModule) -> None:
     """Put a copy of a traced graph before `node`, let its users read the results, and remove it."""
     graph: Graph = node.graph
@@ -112,8 +142,5 @@ def _replace(node: Node, traced: GraphModule) -> None:
 def _copied(traced_node: Node, origin: Node, graph: Graph, copies: Mapping[Node, Any]) -> Node:
     """A node of a traced graph, with the meta of the call that it is a part of."""
     made = graph.node_copy(traced_node, copies.__getitem__)
-    made.meta = {**origin.meta, _VALUE: traced_node.meta[_VALUE]}
-    made.meta.pop("tensor_meta", None)
-    if "tensor_meta" in traced_node.meta:
-        made.meta["tensor_meta"] = traced_node.meta["tensor_meta"]
+    made.meta = {**origin.meta, **made.meta}
     return made

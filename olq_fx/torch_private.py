@@ -374,6 +374,11 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
+def store_when_lowered(node: torch.fx.Node) -> None:
+    """Let Inductor compute a node of a graph into memory instead of repeating the computation in each use."""
+    node.meta["inductor_realize_to_strides"] = True
+
+
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """Inductor's settings for one compilation: casts and divisions as eager does them, and one form of each reduction.
 
