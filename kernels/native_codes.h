@@ -82,8 +82,7 @@ inline void e2m1_values(const uint8_t* codes, f32x8 (&to)[4]) {
 inline void int8_values(const uint8_t* codes, f32x8 (&to)[4]) {
     UNROLL for (int j = 0; j < 4; j++) {
 #if defined(__AVX2__)
-        to[j] =
-            (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(codes + 8 * j))));
+        to[j] = (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(codes + 8 * j))));
 #else
         typedef int8_t s8x8 __attribute__((vector_size(8)));
         s8x8 code;

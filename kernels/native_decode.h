@@ -10,11 +10,12 @@
 // Scales up to here times any code stay within the range of float32.
 constexpr float SAFE_SCALE = 1e35f;
 
-// Between these, and zero, whatever is multiplied with a code keeps all its bits, and so does that with another such one.
+// Between these, and zero, whatever is multiplied with a code keeps all its bits, and so does that with another such
+// one.
 constexpr float ORDINARY_LOW = 0x1p-100f, ORDINARY_HIGH = 0x1p100f;
 constexpr float LEAST_SCALE = 0x1p-126f;  // of zeros
 
-constexpr int SECTION = 16;           // units whose scales are looked at together
+constexpr int SECTION = 16;                  // units whose scales are looked at together
 constexpr int SECTION_SCALES = 2 * SECTION;  // that these have, at most
 
 inline float magnitude(float value) { return bit_cast<float>(bit_cast<int32_t>(value) & SIZE_BITS); }
@@ -101,8 +102,8 @@ template <int element, int scale_kind, int coarse_kind> class Row {
     // Units that share a scale, as far as they are of one section. (Where two share a unit, that is 1 too.)
     int span() const { return shift_ < 4 ? 1 << shift_ : SECTION; }
 
-    // The scales of `count` whole units of a section, times `bias`: one for each span, or two for each unit. False if one
-    // of them is not ordinary.
+    // The scales of `count` whole units of a section, times `bias`: one for each span, or two for each unit. False if
+    // one of them is not ordinary.
     inline bool section_scales(int64_t first, int64_t count, float bias, float* to) const {
         if (scale_kind == SCALE_F32) {
             bool all = true;

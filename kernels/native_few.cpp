@@ -1,8 +1,8 @@
 // native_few.h.
 //
 // The codes of a row of w are multiplied as they are, and the sums of groups scaled: far less work than scaling each
-// weight. That takes ordinary scales and an ordinary row of x. A section of w (512 columns) or a row of x that is not is
-// decoded as `dequantize` does instead, which is decided for each section and each row of x alone. So an output is
+// weight. That takes ordinary scales and an ordinary row of x. A section of w (512 columns) or a row of x that is not
+// is decoded as `dequantize` does instead, which is decided for each section and each row of x alone. So an output is
 // computed from its own two rows in an order that depends on K only: not on M, N, threads.
 
 #include "native_few.h"
@@ -39,29 +39,22 @@ struct Strip {
 
 // ---- the codes as they are
 
-// sum (rows) += part @ scale, the scale of a group being at `scales`, or those of the last two half groups.
-template <int element, bool halves, int rows>
-inline void add_group(const float* scales, const wide (&part)[rows], wide (&sum)[rows]) {
-    UNROLL for (int m = 0; m < rows; m++) {
-        if constexpr (halves && Codes<element>::MIXED)
-            sum[m] += part[m] * Codes<element>::mixed(scales);
-        else
-            sum[m] += part[m] * scales[halves ? 1 : 0];
-    }
+template <int rows> inline void add_scaled(const wide (&part)[rows], float scale, wide (&sum)[rows]) {
+    UNROLL for (int m = 0; m < rows; m++)
+        sum[m] += part[m] * scale;
 }
 
-// part (rows) += one unit of codes @ x; where each half has a scale of its own, the first is added to `sum` at once.
+// part (rows) += one unit of codes @ x. Where each half has a scale of its own, the first half goes to `sum`.
 template <int element, bool halves, int rows> inline void add_unit(const uint8_t* codes, const float* x, int64_t row,
-                                                                  const float* scales, wide (&part)[rows],
-                                                                  wide (&sum)[rows], Seen& seen) {
+                                                                   const float* scales, wide (&part)[rows],
+                                                                   wide (&sum)[rows], Seen& seen) {
     wide value[PARTS];
     Codes<element>::read(codes, value, seen);
     UNROLL for (int j = 0; j < PARTS; j++) {
-        if (halves && !Codes<element>::MIXED && j == PARTS / 2) {
-            UNROLL for (int m = 0; m < rows; m++) {
-                sum[m] += part[m] * scales[0];
+        if (halves && j == PARTS / 2) {
+            add_scaled(part, scales[0], sum);
+            UNROLL for (int m = 0; m < rows; m++)
                 part[m] = wide{};
-            }
         }
         UNROLL for (int m = 0; m < rows; m++)
             part[m] += value[j] * load_wide(x + m * row + LANES * j);
@@ -86,12 +79,12 @@ inline bool dot_codes(const Strip (&w)[together], const FewRows& x, Range at, in
             UNROLL for (int t = 0; t < together; t++) {
                 const uint8_t* codes = w[t].codes + (u - at.begin) * bytes;
                 __builtin_prefetch(codes + ahead);
-                add_unit<element, halves, rows>(codes, x.arranged + u * UNIT, x.units * UNIT,
-                                                w[t].scales + 2 * group, part[t], sum[t], seen);
+                add_unit<element, halves, rows>(codes, x.arranged + u * UNIT, x.units * UNIT, w[t].scales + 2 * group,
+                                                part[t], sum[t], seen);
             }
         }
         UNROLL for (int t = 0; t < together; t++)
-            add_group<element, halves, rows>(w[t].scales + (halves ? 2 : 1) * group, part[t], sum[t]);
+            add_scaled(part[t], w[t].scales[halves ? 2 * group + 1 : group], sum[t]);
     }
     if (seen.nan()) return false;
     UNROLL for (int t = 0; t < together; t++) {
@@ -128,8 +121,8 @@ inline bool dot_fast(const RowType* w, const FewRows& x, Range at, wide* sums) {
 // ---- decoded weights
 
 // sums (rows) += one row of w @ x over a range of at most a section, whatever it holds.
-template <int rows, class RowType> __attribute__((noinline)) void dot_decoded(const RowType& w, const FewRows& x,
-                                                                              Range at, wide* sums) {
+template <int rows, class RowType>
+__attribute__((noinline)) void dot_decoded(const RowType& w, const FewRows& x, Range at, wide* sums) {
     alignas(32) float decoded[SECTION * UNIT];
     w.decode(at.begin, at.end, decoded);
     for (int m = 0; m < rows; m++) {
@@ -169,8 +162,8 @@ inline void dot_rows(const RowType* w, const FewRows& x, Range at, int64_t k, wi
     }
 }
 
-template <int rows, class RowType> void few_rows_task(const Parts& w, const Format& format, const Shape& s,
-                                                      const FewRows& x, wide* sums, int64_t top) {
+template <int rows, class RowType>
+void few_rows_task(const Parts& w, const Format& format, const Shape& s, const FewRows& x, wide* sums, int64_t top) {
     // Independent chains of additions, enough to hide their latency.
     constexpr int together = rows == 1 ? 4 : rows <= 4 ? 2 : 1;
     int64_t count = s.n - top < CHUNK ? s.n - top : CHUNK;

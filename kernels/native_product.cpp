@@ -1,13 +1,9 @@
 // y = x @ w.T of a quantized weight, decoded inside the product: never written to memory as a whole.
 //
-// Both operands are decoded to float32 exactly as `dequantize` does, so the product is that of the dequantized
-// operands, and an output is the sum over k of float32 products. Two ways:
-// - few rows of x: each row of w is decoded in registers and multiplied at once, at the speed of reading it;
-// - else panels of rows of w are decoded into cache, and a tile of 6 rows of w x 16 rows of x is accumulated in
+// Three ways: int8 by int8 in integers (native_integer.h); few rows of x (native_few.h); and else, here, panels of rows
+// of w are decoded into cache, exactly as `dequantize` does, and a tile of 6 rows of w x 16 rows of x is accumulated in
 // registers. Each output is computed from its own two rows in an order that depends on K and the way only: not on M, N,
 // threads.
-
-#include <new>
 
 #include "native_few.h"
 #include "native_integer.h"

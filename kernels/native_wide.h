@@ -1,7 +1,8 @@
 // The codes of 32 elements as vectors of floats, as wide as the machine has them, not scaled yet.
 //
-// A product needs its terms in no order, so two codes that share a byte stay where they come out cheaply; `Codes::order`
-// says which element stands where, for x to be laid out in the same way. What comes out is exact, over `Codes::REBIAS`.
+// A product needs its terms in no order, so two codes that share a byte stay where they come out cheaply;
+// `Codes::order` says which element stands where, for x to be laid out in the same way. What comes out is exact, over
+// `Codes::REBIAS`.
 
 #pragma once
 
@@ -26,7 +27,7 @@ inline wide load_wide(const float* from) {
 #if defined(OLQ_WIDE)
 inline f32x8 lower_half(wide value) { return (f32x8)_mm512_castps512_ps256((__m512)value); }
 inline float sum_of(wide value) {
-    return sum_by_halves(lower_half(value) + (f32x8)_mm512_extractf32x8_ps((__m512)value, 1));
+    return sum_by_halves(lower_half(value) + (f32x8)_mm512_extractf64x4_pd((__m512d)value, 1));
 }
 inline wide widened(f32x8 value) { return (wide)_mm512_zextps256_ps512((__m256)value); }
 #else
@@ -50,19 +51,16 @@ struct Seen {
 };
 #endif
 
-// The order of the elements themselves.
+// The order of the elements themselves. Whatever the order, each half of a unit has vectors of its own.
 struct InOrder {
-    // Whether the first and the second half of a unit share each vector: then `mixed` spreads a scale for either.
-    static constexpr bool MIXED = false;
-    static inline wide mixed(const float*) { return wide{}; }
     static constexpr int order(int at) { return at; }
 };
 
 template <int element> struct Codes;
 
 template <> struct Codes<E4M3> : InOrder {
+    static constexpr float REBIAS = E4M3_REBIAS;
 #if defined(__AVX2__) && defined(__F16C__)
-    static constexpr float REBIAS = 256.0f;  // as float16 the exponent is 8 too small
     static inline void read(const uint8_t* codes, wide (&to)[PARTS], Seen& seen) {
         __m256i all = _mm256_loadu_si256((const __m256i*)codes);
         seen.add(all);
@@ -81,7 +79,6 @@ template <> struct Codes<E4M3> : InOrder {
 #endif
     }
 #else
-    static constexpr float REBIAS = 1.0f;
     static inline void read(const uint8_t* codes, wide (&to)[PARTS], Seen& seen) {
         e4m3_values(codes, to, seen.marked);
     }
@@ -93,8 +90,7 @@ template <> struct Codes<INT8> : InOrder {
     static inline void read(const uint8_t* codes, wide (&to)[PARTS], Seen&) {
 #if defined(OLQ_WIDE)
         UNROLL for (int j = 0; j < PARTS; j++)
-            to[j] = (wide)_mm512_cvtepi32_ps(
-                _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + 16 * j))));
+            to[j] = (wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + 16 * j))));
 #else
         int8_values(codes, to);
 #endif
@@ -102,8 +98,8 @@ template <> struct Codes<INT8> : InOrder {
 };
 
 template <> struct Codes<E2M1> : InOrder {
-    static constexpr float REBIAS = 1.0f;
 #if defined(OLQ_WIDE)
+    static constexpr float REBIAS = 1.0f;
     // Eight bytes are two words of eight nibbles; lane 2 i + h takes nibble i of word h.
     static constexpr int order(int at) { return at / 16 * 16 + at % 2 * 8 + at % 16 / 2; }
     static inline void read(const uint8_t* codes, wide (&to)[PARTS], Seen&) {
@@ -118,28 +114,22 @@ template <> struct Codes<E2M1> : InOrder {
         }
     }
 #elif defined(__AVX2__) && defined(__F16C__)
-    static constexpr bool MIXED = true;
-    static inline wide mixed(const float* scales) {
-        __m256 both = _mm256_castpd_ps(_mm256_broadcast_sd((const double*)scales));
-        return (wide)_mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
-    }
-    // Lane i of the four vectors: the lower nibbles of bytes 2 i and 2 i + 1, then the upper ones.
-    static constexpr int order(int at) { return at % 8 * 4 + at / 8 % 2 * 2 + at / 16; }
+    static constexpr float REBIAS = 0.5f;
+    // Eight lower nibbles, their upper ones, the next eight lower ones, ...
+    static constexpr int order(int at) { return at / 16 * 16 + at % 8 * 2 + at / 8 % 2; }
     static inline void read(const uint8_t* codes, wide (&to)[PARTS], Seen&) {
-        // The upper bytes of the values as float16; their lower bytes are 0.
-        const __m128i upper =
-            _mm_setr_epi8(0, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, int8_t(0x80), int8_t(0xb8), int8_t(0xbc),
-                          int8_t(0xbe), int8_t(0xc0), int8_t(0xc2), int8_t(0xc4), int8_t(0xc6));
-        const __m128i nibble = _mm_set1_epi8(15), high = _mm_set1_epi16(int16_t(0xff00));
+        const __m128i twice = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+        const __m128i nibble = _mm_set1_epi8(15);
         __m128i packed = _mm_loadu_si128((const __m128i*)codes);
         UNROLL for (int odd = 0; odd < 2; odd++) {
             __m128i index = _mm_and_si128(odd ? _mm_srli_epi16(packed, 4) : packed, nibble);
-            __m128i bytes = _mm_shuffle_epi8(upper, index);
-            to[2 * odd] = (wide)_mm256_cvtph_ps(_mm_slli_epi16(bytes, 8));
-            to[2 * odd + 1] = (wide)_mm256_cvtph_ps(_mm_and_si128(bytes, high));
+            __m128i bytes = _mm_shuffle_epi8(twice, index);
+            to[odd] = (wide)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+            to[2 + odd] = (wide)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
         }
     }
 #else
+    static constexpr float REBIAS = 1.0f;
     static inline void read(const uint8_t* codes, wide (&to)[PARTS], Seen&) { e2m1_values(codes, to); }
 #endif
 };
