@@ -1,4 +1,4 @@
-"""Products with few rows of x: unscaled codes where all is ordinary, decoded ones elsewhere, row by row the same bits."""
+"""Products with few rows of x: unscaled codes where all is ordinary, else decoded ones; row by row the same bits."""
 
 import pytest
 import torch
