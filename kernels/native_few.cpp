@@ -31,10 +31,10 @@ struct Range {
     int64_t begin, end;
 };
 
-// What is read of one row of w in a range: codes, and a scale for each span or two for each unit.
-struct Strip {
-    const uint8_t* codes;
-    const float* scales;
+// What is read of rows of w in a range: codes, and a scale for each span or two for each unit.
+template <int together> struct Strips {
+    const uint8_t* codes[together];
+    float scales[together][STEP * 2];
 };
 
 // ---- the codes as they are
@@ -64,7 +64,7 @@ template <int element, bool halves, int rows> inline void add_unit(const uint8_t
 // sums (together, rows) += strips of w @ x over a range. False if a code was NaN: the sums are as they were. `single`
 // says that a span is one unit; `ahead` bytes from what is read is what will be read next.
 template <int element, bool halves, bool single, int rows, int together>
-inline bool dot_codes(const Strip (&w)[together], const FewRows& x, Range at, int span, int64_t ahead, wide* sums) {
+inline bool dot_codes(const Strips<together>& w, const FewRows& x, Range at, int span, int64_t ahead, wide* sums) {
     constexpr int bytes = element == E2M1 ? UNIT / 2 : UNIT;
     wide sum[together][rows];
     Seen seen;
@@ -77,14 +77,14 @@ inline bool dot_codes(const Strip (&w)[together], const FewRows& x, Range at, in
         wide part[together][rows] = {};
         for (; u < stop; u++) {
             UNROLL for (int t = 0; t < together; t++) {
-                const uint8_t* codes = w[t].codes + (u - at.begin) * bytes;
+                const uint8_t* codes = w.codes[t] + (u - at.begin) * bytes;
                 __builtin_prefetch(codes + ahead);
-                add_unit<element, halves, rows>(codes, x.arranged + u * UNIT, x.units * UNIT, w[t].scales + 2 * group,
+                add_unit<element, halves, rows>(codes, x.arranged + u * UNIT, x.units * UNIT, w.scales[t] + 2 * group,
                                                 part[t], sum[t], seen);
             }
         }
         UNROLL for (int t = 0; t < together; t++)
-            add_scaled(part[t], w[t].scales[halves ? 2 * group + 1 : group], sum[t]);
+            add_scaled(part[t], w.scales[t][halves ? 2 * group + 1 : group], sum[t]);
     }
     if (seen.nan()) return false;
     UNROLL for (int t = 0; t < together; t++) {
@@ -99,17 +99,16 @@ template <int rows, int together, class RowType>
 inline bool dot_fast(const RowType* w, const FewRows& x, Range at, wide* sums) {
     constexpr int element = RowType::ELEMENT;
     constexpr bool halves = RowType::HALVES;
-    float scales[together][STEP * 2];
-    Strip strips[together];
+    Strips<together> strips;
     bool all = true;
     for (int t = 0; t < together; t++) {
-        float* to = scales[t];
+        float* to = strips.scales[t];
         for (int64_t u = at.begin; u < at.end; u += SECTION) {
             int64_t count = at.end - u < SECTION ? at.end - u : SECTION;
             all &= w[t].section_scales(u, count, Codes<element>::REBIAS, to);
             to += halves ? 2 * SECTION : SECTION / w[t].span();
         }
-        strips[t] = {w[t].codes_of(at.begin), scales[t]};
+        strips.codes[t] = w[t].codes_of(at.begin);
     }
     if (!all) return false;
     int span = w[0].span();
