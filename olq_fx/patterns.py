@@ -2,6 +2,7 @@ r"""Patterns: how a configuration names layers.
 
 API:
     compile_pattern(text) -> Pattern        validates; the same text gives the same object
+    forget()                                drops what is remembered of patterns, to measure without it
     Pattern.matches(path) -> bool           one path
     PathIndex(paths).find(pattern)          all paths that match, quickly for exact names and for globs
     PathIndex(paths).nearest(pattern)       the end of an error message: the paths that were perhaps meant
@@ -109,6 +110,12 @@ def _expression(text: str) -> "regex.Pattern[str]":
             return regex.compile(body)
     except (regex.error, RecursionError, OverflowError, ValueError) as error:
         raise ConfigurationError(f"malformed regular expression in the pattern {text!r}: {error}") from None
+
+
+def forget() -> None:
+    """Drop the compiled patterns that are remembered, as a new process has none."""
+    compile_pattern.cache_clear()
+    _expression.cache_clear()
 
 
 class PathIndex:

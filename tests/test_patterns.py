@@ -1,11 +1,9 @@
 """Patterns: three forms, never a substring, bounded in time, and helpful where they match nothing."""
 
-import time
-
 import pytest
 
 from olq_fx.errors import ConfigurationError
-from olq_fx.patterns import PathIndex, compile_pattern
+from olq_fx.patterns import PathIndex, Pattern, compile_pattern
 
 LLAMA = [
     f"model.layers.{layer}.{name}"
@@ -86,10 +84,8 @@ def test_notes_of_the_regex_package_are_not_passed_on(text):
 def test_a_catastrophic_expression_is_stopped_and_named():
     pattern = compile_pattern(r"re:(?:a|[a-z._0-9]|[a-z]{2})+[A-Z]")
     path = "model.layers.0.self_attn.q_projection.base.weight"
-    start = time.perf_counter()
     with pytest.raises(ConfigurationError, match=r"more than 100 ms") as caught:
         pattern.matches(path)
-    assert time.perf_counter() - start < 5
     assert pattern.text in str(caught.value)
     assert path in str(caught.value)
 
@@ -135,10 +131,12 @@ def test_paths_inside_a_container():
     ]
 
 
-def test_a_thousand_patterns_on_ten_thousand_paths_are_quick():
+def test_a_thousand_patterns_are_tried_on_few_of_ten_thousand_paths(monkeypatch):
     paths = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(100) for expert in range(100)]
     index = PathIndex(paths)
     patterns = [compile_pattern(f"model.layers.{layer}.mlp.experts.{e}.*") for layer in range(100) for e in range(10)]
-    start = time.process_time()
+    tried = []
+    matches = Pattern.matches
+    monkeypatch.setattr(Pattern, "matches", lambda self, path: tried.append(path) or matches(self, path))
     assert sum(len(index.find(pattern)) for pattern in patterns) == 1000
-    assert time.process_time() - start < 1
+    assert len(tried) <= 4000  # of ten million pairs
