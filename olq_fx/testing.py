@@ -7,7 +7,7 @@
 - Graphs and kernels: `RecordingBackend`, `operator_name`, `count_kernels`.
 - Code for a GPU, without one: `on_gpu`, `GpuCodeCompiled`.
 - Memory: `storage_census`, `live_bytes`, `record_allocations`, `plain_tensors`.
-- Small models: `MODELS`, `model_case`, `ModelCase`, `Conv1D`, `LlamaBlock`.
+- Small models: `MODELS`, `model_case`, `ModelCase`, `Conv1D`, `LlamaBlock`; large ones on meta: `decoder_layout`.
 - Hypothesis strategies: `tensors`, `formats`, `schemes`, `configurations`, `models`; they need the package hypothesis,
   nothing else here does.
 """
@@ -26,6 +26,7 @@ from olq_fx.testing_bounds import (
 from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
 from olq_fx.testing_graphs import Kernels, RecordedGraph, RecordingBackend, count_kernels, operator_name
 from olq_fx.testing_layers import assert_layer_close, assert_operator_right, operands
+from olq_fx.testing_layouts import LLAMA_70B, MOE_235B, decoder_layout
 from olq_fx.testing_memory import (
     Allocations,
     StorageRecord,
@@ -51,7 +52,9 @@ from olq_fx.testing_strategies import (
 __all__ = [
     "FLOAT_DTYPES",
     "LAYOUTS",
+    "LLAMA_70B",
     "MODELS",
+    "MOE_235B",
     "ROW_KINDS",
     "Allocations",
     "Conv1D",
@@ -73,6 +76,7 @@ __all__ = [
     "bits_of",
     "configurations",
     "count_kernels",
+    "decoder_layout",
     "effective_scale",
     "element_step",
     "formats",
