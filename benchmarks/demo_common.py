@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import importlib.metadata
-import logging
 import os
 import platform
 import statistics
@@ -23,22 +22,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import olq_fx
+from olq_fx.errors import MissingPackageError
+from olq_fx.optional_packages import load_transformers
 
 CONSOLE = Console(width=max(104, Console().width))
 RESULTS = Path(__file__).parent / "results"
 
 
-def load_transformers() -> Any:
-    """The module transformers, its bars and notices off (torchao, which it loads, logs what it lacks without a GPU)."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+def transformers_or_give_up() -> Any:
+    """The module transformers, its bars and notices off."""
     try:
-        import transformers
-    except ModuleNotFoundError as error:
-        give_up(f"The package {error.name} is not installed; `make demo` installs it, or: pip install -e '.[demo]'")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
+        return load_transformers()
+    except MissingPackageError as error:
+        give_up(f"{error}; `make demo` installs it")
 
 
 def give_up(message: str) -> NoReturn:

@@ -30,13 +30,13 @@ from demo_common import (
     copy_of,
     environment,
     give_up,
-    load_transformers,
     milliseconds,
     parameter_bytes,
     progress,
     save,
     sizes,
     table,
+    transformers_or_give_up,
     weight_sqnr,
 )
 from gguf_packages import qwen_folder
@@ -107,7 +107,7 @@ class Decoder:
     """A model, windows of text, and what the unquantized model makes of them."""
 
     def __init__(self, folder: Path, tokens: int, window: int = 128) -> None:
-        transformers = load_transformers()
+        transformers = transformers_or_give_up()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         text = (self.tokenizer.eos_token or "\n").join(json.loads((DATA / "wiki_val_texts.json").read_text()))

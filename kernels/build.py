@@ -19,13 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = ("native_encode.cpp", "native_product.cpp", "native_integer.cpp")
+SOURCES = ("native_encode.cpp", "native_product.cpp", "native_few.cpp", "native_integer.cpp")
 HEADERS = (
     "native_simd.h",
     "native_format.h",
     "native_elements.h",
+    "native_codes.h",
     "native_decode.h",
+    "native_wide.h",
     "native_io.h",
+    "native_few.h",
     "native_integer.h",
 )
 
@@ -34,7 +37,12 @@ COMPILERS = ("g++", "clang++", "c++")
 
 _COMMON = ("-std=c++17", "-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-unknown-pragmas")
 # Contraction would change codes and scales; in sums of products it is wanted (it turns them into fused multiply-adds).
-_CONTRACTION = {"native_encode.cpp": "off", "native_product.cpp": "fast", "native_integer.cpp": "off"}
+_CONTRACTION = {
+    "native_encode.cpp": "off",
+    "native_product.cpp": "fast",
+    "native_few.cpp": "fast",
+    "native_integer.cpp": "off",
+}
 # From best to plainest: some compilers have no OpenMP, and name the machine's own architecture otherwise.
 _VARIANTS = (
     ("-march=native", "-fopenmp"),

@@ -5,24 +5,18 @@
 
 #pragma once
 
-#include "native_format.h"
-#include "native_simd.h"
+#include "native_codes.h"
 
 // Scales up to here times any code stay within the range of float32.
 constexpr float SAFE_SCALE = 1e35f;
 
-inline float e4m3_value(uint8_t code) {
-    int32_t size = code & 0x7f;
-    if (size == 0x7f) return bit_cast<float>(NAN_BITS);
-    float value = size < 8 ? float(size) * 0x1p-9f : bit_cast<float>((size << 20) + (120 << 23));
-    return code & 0x80 ? -value : value;
-}
+// Between these, and zero, whatever is multiplied with a code keeps all its bits, and so does that with another such
+// one.
+constexpr float ORDINARY_LOW = 0x1p-100f, ORDINARY_HIGH = 0x1p100f;
+constexpr float LEAST_SCALE = 0x1p-126f;  // of zeros
 
-inline float e2m1_value(int code) {
-    int size = code & 7;
-    float value = size < 2 ? float(size) * 0.5f : bit_cast<float>((size << 22) + (126 << 23));
-    return code & 8 ? -value : value;
-}
+constexpr int SECTION = 16;                  // units whose scales are looked at together
+constexpr int SECTION_SCALES = 2 * SECTION;  // that these have, at most
 
 inline float magnitude(float value) { return bit_cast<float>(bit_cast<int32_t>(value) & SIZE_BITS); }
 
@@ -41,6 +35,9 @@ inline const float* e4m3_table() {
 // One row of a quantized tensor.
 template <int element, int scale_kind, int coarse_kind> class Row {
   public:
+    static constexpr int ELEMENT = element;
+    static constexpr bool HALVES = scale_kind == SCALE_E4M3;  // two scales a unit
+
     Row(const Parts& parts, const Format& format, int64_t k, int64_t row)
         : codes_(parts.codes + row * code_bytes(format, k)),
           k_(k),
@@ -102,6 +99,36 @@ template <int element, int scale_kind, int coarse_kind> class Row {
             to[j] = load8(value + 8 * j);
     }
 
+    // Units that share a scale, as far as they are of one section. (Where two share a unit, that is 1 too.)
+    int span() const { return shift_ < 4 ? 1 << shift_ : SECTION; }
+
+    // The scales of `count` whole units of a section, times `bias`: one for each span, or two for each unit. False if
+    // one of them is not ordinary.
+    inline bool section_scales(int64_t first, int64_t count, float bias, float* to) const {
+        if (scale_kind == SCALE_F32) {
+            bool all = true;
+            for (int64_t u = first; u < first + count; u += span()) {
+                float scale = float_scale(u >> shift_), size = magnitude(scale);
+                all &= (size >= ORDINARY_LOW && size <= ORDINARY_HIGH) || size == LEAST_SCALE;
+                *to++ = scale * bias;
+            }
+            return all;
+        }
+        constexpr int each = scale_kind == SCALE_E4M3 ? 2 : 1;
+        uint8_t bytes[SECTION_SCALES];
+        const uint8_t* from = scale_ + each * first;
+        if (count < SECTION) {
+            std::memset(bytes, scale_kind == SCALE_E4M3 ? 0x38 : 127, sizeof(bytes));  // 1
+            std::memcpy(bytes, from, size_t(each * count));
+            from = bytes;
+        }
+        if (scale_kind == SCALE_E4M3) return e4m3_scales(from, bias, to);
+        return e8m0_scales(from, coarse_kind == COARSE_SPAN ? coarse_[first >> coarse_shift_] : 1.0f, bias, to);
+    }
+
+    int64_t row_bytes() const { return element == E2M1 ? (k_ + 1) / 2 : k_; }
+    const uint8_t* codes_of(int64_t unit) const { return codes_ + unit * (element == E2M1 ? UNIT / 2 : UNIT); }
+
     // Units begin to end, one after the other; zeros from k on.
     void decode(int64_t begin, int64_t end, float* to) const {
         int64_t whole = end * UNIT <= k_ ? end : k_ / UNIT;
@@ -129,6 +156,38 @@ template <int element, int scale_kind, int coarse_kind> class Row {
     float factor_ = 1.0f;
     int shift_ = 0, coarse_shift_ = 0;
 
+    // Which are not ordinary.
+    static inline i32x8 rare(f32x8 scale) {
+        i32x8 size = size_bits(scale);
+        return (size < bit_cast<int32_t>(ORDINARY_LOW)) | (size > bit_cast<int32_t>(ORDINARY_HIGH));
+    }
+
+    inline bool e4m3_scales(const uint8_t* from, float bias, float* to) const {
+        f32x8 value[4];
+        i32x8 bad = {};
+        e4m3_values(from, value, bad);
+        UNROLL for (int j = 0; j < 4; j++) {
+            f32x8 scale = value[j] * E4M3_REBIAS * factor_;
+            bad |= rare(scale) & (value[j] != 0.0f);
+            store8(to + 8 * j, scale * bias);
+        }
+        return !any(bad) && !any(rare(f32x8{} + factor_));
+    }
+
+    static inline bool e8m0_scales(const uint8_t* from, float coarse, float bias, float* to) {
+        typedef uint8_t u8x8 __attribute__((vector_size(8)));
+        i32x8 bad = {};
+        UNROLL for (int j = 0; j < SECTION / 8; j++) {
+            u8x8 bytes;
+            std::memcpy(&bytes, from + 8 * j, 8);
+            f32x8 scale = (f32x8)(__builtin_convertvector(bytes, i32x8) << 23) * coarse;
+            i32x8 least = coarse_kind == NO_COARSE ? size_bits(scale) != bit_cast<int32_t>(LEAST_SCALE) : ~i32x8{};
+            bad |= rare(scale) & least;
+            store8(to + 8 * j, scale * bias);
+        }
+        return !any(bad);
+    }
+
     float coarse(int64_t u) const { return coarse_kind == COARSE_SPAN ? coarse_[u >> coarse_shift_] : factor_; }
 
     inline float float_scale(int64_t i) const {
@@ -139,82 +198,13 @@ template <int element, int scale_kind, int coarse_kind> class Row {
 
     // What `unscaled` gives times this is the value of the codes; with a scale of at most SAFE_SCALE it is exact to
     // multiply that one.
-#if defined(__AVX2__) && defined(__F16C__)
-    static constexpr float REBIAS = element == E4M3 ? 256.0f : 1.0f;
-#else
-    static constexpr float REBIAS = 1.0f;
-#endif
+    static constexpr float REBIAS = element == E4M3 ? E4M3_REBIAS : 1.0f;
 
     // The values of the codes alone, over REBIAS.
     inline void unscaled(int64_t u, f32x8 (&to)[4], i32x8& nan) const {
         if (element == E4M3) e4m3_values(codes_ + u * UNIT, to, nan);
         if (element == E2M1) e2m1_values(codes_ + u * UNIT / 2, to);
-        if (element == INT8) {
-            UNROLL for (int j = 0; j < 4; j++) {
-#if defined(__AVX2__)
-                to[j] = (f32x8)_mm256_cvtepi32_ps(
-                    _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(codes_ + u * UNIT + 8 * j))));
-#else
-                typedef int8_t s8x8 __attribute__((vector_size(8)));
-                s8x8 code;
-                std::memcpy(&code, codes_ + u * UNIT + 8 * j, 8);
-                to[j] = __builtin_convertvector(code, f32x8);
-#endif
-            }
-        }
-    }
-
-    static inline void e4m3_values(const uint8_t* codes, f32x8 (&to)[4], i32x8& nan) {
-#if defined(__AVX2__) && defined(__F16C__)
-        const __m256i mask = _mm256_set1_epi8(0x7f);
-        __m256i all = _mm256_loadu_si256((const __m256i*)codes);
-        nan |= (i32x8)_mm256_cmpeq_epi8(_mm256_and_si256(all, mask), mask);
-        // As float16 the exponent is 8 too small, hence REBIAS; the sign is moved past the bit in between.
-        for (int half = 0; half < 2; half++) {
-            __m128i bytes = half ? _mm256_extracti128_si256(all, 1) : _mm256_castsi256_si128(all);
-            __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
-            wide = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff)));
-            to[2 * half] = (f32x8)_mm256_cvtph_ps(_mm256_castsi256_si128(wide));
-            to[2 * half + 1] = (f32x8)_mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1));
-        }
-#else
-        typedef uint8_t u8x8 __attribute__((vector_size(8)));
-        UNROLL for (int j = 0; j < 4; j++) {
-            u8x8 bytes;
-            std::memcpy(&bytes, codes + 8 * j, 8);
-            i32x8 code = __builtin_convertvector(bytes, i32x8), size = code & 0x7f;
-            f32x8 normal = (f32x8)((size << 20) + (120 << 23));
-            f32x8 subnormal = __builtin_convertvector(size, f32x8) * 0x1p-9f;
-            to[j] = (f32x8)((i32x8)(size < 8 ? subnormal : normal) | (code & 0x80) << 24);
-            nan |= size == 0x7f;
-        }
-#endif
-    }
-
-    static inline void e2m1_values(const uint8_t* codes, f32x8 (&to)[4]) {
-#if defined(__AVX2__) && defined(__F16C__)
-        // The upper bytes of the values as float16; their lower bytes are 0.
-        const __m128i upper =
-            _mm_setr_epi8(0, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, int8_t(0x80), int8_t(0xb8), int8_t(0xbc),
-                          int8_t(0xbe), int8_t(0xc0), int8_t(0xc2), int8_t(0xc4), int8_t(0xc6));
-        const __m128i mask = _mm_set1_epi8(15), zero = _mm_setzero_si128();
-        __m128i packed = _mm_loadu_si128((const __m128i*)codes);
-        __m128i even = _mm_shuffle_epi8(upper, _mm_and_si128(packed, mask));
-        __m128i odd = _mm_shuffle_epi8(upper, _mm_and_si128(_mm_srli_epi16(packed, 4), mask));
-        __m128i low = _mm_unpacklo_epi8(even, odd), high = _mm_unpackhi_epi8(even, odd);
-        to[0] = (f32x8)_mm256_cvtph_ps(_mm_unpacklo_epi8(zero, low));
-        to[1] = (f32x8)_mm256_cvtph_ps(_mm_unpackhi_epi8(zero, low));
-        to[2] = (f32x8)_mm256_cvtph_ps(_mm_unpacklo_epi8(zero, high));
-        to[3] = (f32x8)_mm256_cvtph_ps(_mm_unpackhi_epi8(zero, high));
-#else
-        float value[UNIT];
-        for (int i = 0; i < UNIT / 2; i++) {
-            value[2 * i] = e2m1_value(codes[i] & 15);
-            value[2 * i + 1] = e2m1_value(codes[i] >> 4);
-        }
-        UNROLL for (int j = 0; j < 4; j++)
-            to[j] = load8(value + 8 * j);
-#endif
+        if (element == INT8) int8_values(codes_ + u * UNIT, to);
     }
 
     float one(int64_t i) const {

@@ -1,132 +1,21 @@
 // y = x @ w.T of a quantized weight, decoded inside the product: never written to memory as a whole.
 //
-// Both operands are decoded to float32 exactly as `dequantize` does, so the product is that of the dequantized
-// operands, and an output is the sum over k of float32 products. Two ways:
-// - few rows of x: each row of w is decoded in registers and multiplied at once, at the speed of reading it;
-// - else panels of rows of w are decoded into cache, and a tile of 6 rows of w x 16 rows of x is accumulated in
+// Three ways: int8 by int8 in integers (native_integer.h); few rows of x (native_few.h); and else, here, panels of rows
+// of w are decoded into cache, exactly as `dequantize` does, and a tile of 6 rows of w x 16 rows of x is accumulated in
 // registers. Each output is computed from its own two rows in an order that depends on K and the way only: not on M, N,
 // threads.
 
-#include <new>
-
+#include "native_few.h"
 #include "native_integer.h"
-#include "native_io.h"
 
 namespace {
 
-constexpr int FEW = 8;                     // rows of x up to which the first way is taken
 constexpr int TILE_W = 6;                  // rows of w of a tile
 constexpr int TILE_X = 16;                 // rows of x of a tile
 constexpr int DEPTH = 256;                 // k's of a panel that is decoded at once
 constexpr int PANEL = 48;                  // rows of w of a panel
 constexpr int64_t BLOCK_BYTES = 32 << 20;  // of x, decoded
 constexpr int BLOCK_TILES = 32;            // tiles of x that share a decoded panel
-
-// ---- few rows of x
-
-constexpr int CHUNK = 16;          // rows of w of a task
-constexpr int X_BYTES = 16 << 10;  // of x that stay in the nearest cache while the rows of w pass
-
-// sums (together, rows) of eight partial sums each += w @ x.T over units begin to end; x is (rows, units * 32). False
-// if a code was NaN, when the sums are as they were.
-template <int rows, int together, class RowType>
-inline bool dot_fast(const RowType* w, const float* x, int64_t units, int64_t begin, int64_t end, f32x8* sums) {
-    f32x8 sum[together][rows];
-    i32x8 nan = {};
-    UNROLL for (int t = 0; t < together; t++) {
-        UNROLL for (int m = 0; m < rows; m++)
-            sum[t][m] = sums[t * rows + m];
-    }
-    for (int64_t u = begin; u < end; u++) {
-        UNROLL for (int t = 0; t < together; t++) {
-            f32x8 value[4];
-            w[t].fast(u, value, nan);
-            UNROLL for (int j = 0; j < 4; j++) {
-                UNROLL for (int m = 0; m < rows; m++)
-                    sum[t][m] += value[j] * load8(x + (m * units + u) * UNIT + 8 * j);
-            }
-        }
-    }
-    if (any(nan)) return false;
-    UNROLL for (int t = 0; t < together; t++) {
-        UNROLL for (int m = 0; m < rows; m++)
-            sums[t * rows + m] = sum[t][m];
-    }
-    return true;
-}
-
-// The same for one row of any contents.
-template <int rows, class RowType> __attribute__((noinline)) void dot_slow(const RowType& w, const float* x,
-                                                                           int64_t units, int64_t begin, int64_t end,
-                                                                           f32x8* sums) {
-    for (int64_t u = begin; u < end; u++) {
-        f32x8 value[4];
-        w.slow(u, value);
-        UNROLL for (int j = 0; j < 4; j++) {
-            UNROLL for (int m = 0; m < rows; m++)
-                sums[m] += value[j] * load8(x + (m * units + u) * UNIT + 8 * j);
-        }
-    }
-}
-
-template <int rows, int together, class RowType>
-inline void dot_rows(const RowType* w, const float* x, int64_t k, int64_t begin, int64_t end, f32x8* sums) {
-    int64_t units = ceil_div(k, UNIT), whole = end < k / UNIT ? end : k / UNIT;
-    bool done = whole > begin;
-    for (int t = 0; t < together && done; t++) done = w[t].plain(begin, whole);
-    done = done && dot_fast<rows, together>(w, x, units, begin, whole, sums);
-    if (done && whole == end) return;
-    UNROLL for (int t = 0; t < together; t++)
-        dot_slow<rows>(w[t], x, units, done ? whole : begin, end, sums + t * rows);
-}
-
-template <int rows, class RowType> void few_rows_task(const Parts& w, const Format& format, const Shape& s,
-                                                      const float* x, const Output& out, int64_t top) {
-    // Independent chains of additions, enough to hide their latency.
-    constexpr int together = rows == 1 ? 4 : rows <= 4 ? 2 : 1;
-    int64_t count = s.n - top < CHUNK ? s.n - top : CHUNK, units = ceil_div(s.k, UNIT);
-    int64_t step = X_BYTES / (rows * UNIT * 4);
-    f32x8 sums[CHUNK * rows] = {};
-    alignas(RowType) unsigned char storage[CHUNK * sizeof(RowType)];
-    RowType* each = (RowType*)storage;
-    // Rows beyond the last one of w are the last one again; what they give is dropped.
-    for (int64_t r = 0; r < CHUNK; r++) new (each + r) RowType(w, format, s.k, top + (r < count ? r : count - 1));
-    for (int64_t begin = 0; begin < units; begin += step) {
-        int64_t end = begin + step < units ? begin + step : units;
-        for (int64_t r = 0; r < count; r += together)
-            dot_rows<rows, together>(each + r, x, s.k, begin, end, sums + r * rows);
-    }
-    for (int64_t m = 0; m < s.m; m++) {
-        float line[CHUNK];
-        for (int64_t r = 0; r < count; r++) line[r] = sum_by_halves(sums[r * rows + m]);
-        write_row(out, s.n, m, top, count, line);
-    }
-}
-
-template <int rows, class RowType>
-void few_rows(const Parts& w, const Format& format, const Shape& s, const float* x, const Output& out, int threads) {
-    int64_t tasks = ceil_div(s.n, CHUNK), grain = tasks / (threads * 8) + 1;
-    parallel_for(tasks, grain, threads,
-                 [&](int64_t task) { few_rows_task<rows, RowType>(w, format, s, x, out, task * CHUNK); });
-}
-
-bool product_few(const Activation& x, const Parts& w, const Format& format, const Shape& s, const Output& out,
-                 int threads) {
-    int64_t padded = ceil_div(s.k, UNIT) * UNIT;
-    int64_t rows = s.m <= 2 ? s.m : s.m <= 4 ? 4 : 8;
-    Buffer decoded(rows * padded);
-    if (!decoded.data) return false;
-    for (int64_t m = 0; m < s.m; m++) read_row(x, s.k, m, 0, s.k, decoded.data + m * padded);
-    std::memset(decoded.data + s.m * padded, 0, size_t((rows - s.m) * padded) * 4);
-    with_format(format, [&](auto kind) {
-        using RowType = typename decltype(kind)::row;
-        (s.m == 1   ? few_rows<1, RowType>
-         : s.m == 2 ? few_rows<2, RowType>
-         : s.m <= 4 ? few_rows<4, RowType>
-                    : few_rows<8, RowType>)(w, format, s, decoded.data, out, threads);
-    });
-    return true;
-}
 
 // ---- many rows of x
 
@@ -285,7 +174,7 @@ extern "C" int olq_product(const Activation* x, const Parts* w, const Format* fo
     if (x->parts.codes && !with_format(x->format, [](auto) {})) return 1;
     Shape s{m, n, k};
     if (integer_product_supports(*x, *w, *format, s)) return integer_product(*x, *w, *format, s, *out, threads) ? 0 : 2;
-    return (m <= FEW ? product_few : product_many)(*x, *w, *format, s, *out, threads) ? 0 : 2;
+    return (m <= FEW ? few_rows_product : product_many)(*x, *w, *format, s, *out, threads) ? 0 : 2;
 }
 
 // The sizes of the structures, for the caller to compare with its own.

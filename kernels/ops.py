@@ -48,10 +48,15 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """
     ops = torch.ops.olq_fx
     return {
-        ops.quantize.default: _decomposed_quantize,
+        **quantization(),
         ops.dequantize.default: reference.dequantize,
         ops.linear.default: _decomposed_linear,
     }
+
+
+def quantization() -> dict[Any, Callable[..., Any]]:
+    """The one of `decompositions` that a graph of many layers has most often, and that is longest."""
+    return {torch.ops.olq_fx.quantize.default: _decomposed_quantize}
 
 
 def _decomposed_quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
@@ -68,7 +73,7 @@ def _decomposed_linear(
     residual: Tensor | None,
     kernel: str = "",
 ) -> Any:
-    parts = _decomposed_quantize(x, activation_format, rule) if activation_format else [x]
+    parts = torch.ops.olq_fx.quantize.default(x, activation_format, rule) if activation_format else [x]
     return torch.ops.olq_fx.quantized_linear.default(
         parts, activation_format, weight, weight_format, x.shape[1], x.dtype, bias, residual, kernel
     )

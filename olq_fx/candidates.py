@@ -16,10 +16,12 @@ import functools
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from olq_fx.errors import ConfigurationTypeError
-from olq_fx.module_uses import CandidateKind, Use, distinct_modules, output_embeddings, places, uses_of
+from olq_fx.left_alone import Place
+from olq_fx.module_uses import CandidateKind, Use, output_embeddings, places, uses_of
+from olq_fx.parameters import PLAIN, Parameters
 from olq_fx.schemes import Slot
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -86,8 +88,12 @@ class Candidate:
         return self.blocked or ("" if self.use_known else USE_UNKNOWN)
 
 
-def candidates_of(model: nn.Module) -> tuple[Candidate, ...]:
+def candidates_of(model: nn.Module, parameters: Parameters | None = None) -> tuple[Candidate, ...]:
     """Every weight that a configuration may speak of, in the order of the module tree.
+
+    Args:
+        model: the model.
+        parameters: of the model, where they are known already.
 
     Parameters that are one storage (tied, or registered under several modules) are one candidate with several names.
     Nothing is read but shapes and types: weights on meta and fake tensors are as good as others.
@@ -97,15 +103,74 @@ def candidates_of(model: nn.Module) -> tuple[Candidate, ...]:
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
-    outputs = output_embeddings(model)
+    shared = parameters or Parameters(model)
+    outputs = output_embeddings(shared.modules)
+    alike = _Alike(outputs)
     groups: dict[object, list[Use]] = {}
-    storages: list[object] = []  # kept alive: their identities are keys
+    found: list[Candidate | list[Use]] = []
     for place in places(model):
+        plain = None if id(place.module._parameters.get("weight")) in shared.shared else alike.of(place)
+        if plain is not None:
+            found.append(plain)
+            continue
         for use in uses_of(place, outputs):
-            key, storage = _identity(use.tensor, use.computed)
-            storages.append(storage)
-            groups.setdefault(key, []).append(use)
-    return tuple(_candidate(uses) for uses in groups.values())
+            key = (use.computed, id(use.tensor)) if use.computed else shared.shared.get(id(use.tensor))
+            if key is None:
+                found.append(_unshared(use))
+            elif key in groups:
+                groups[key].append(use)
+            else:
+                found.append(groups.setdefault(key, [use]))
+    return tuple(_candidate(one) if isinstance(one, list) else one for one in found)
+
+
+class _Alike:
+    """Candidates of ordinary linear layers: what those of one kind have in common is looked at once."""
+
+    def __init__(self, outputs: frozenset[int]) -> None:
+        """`outputs`: as `uses_of` takes them."""
+        self._outputs = outputs
+        self._known: dict[tuple[object, ...], Candidate | None] = {}
+
+    def of(self, place: Place) -> Candidate | None:
+        """The candidate of a module that has one, as another of its kind has; None where it has to be looked at."""
+        module, around = place.module, place.parent
+        weight = module._parameters.get("weight")
+        if not isinstance(module, nn.Linear) or module._modules or module._buffers or type(weight) not in PLAIN:
+            return None
+        assert weight is not None
+        if around is None or isinstance(around.module, nn.MultiheadAttention):
+            return None
+        where = (place.name, place.experts, place.router, place.modulation, id(module) in self._outputs)
+        what = (weight.shape, weight.dtype, weight.device, weight.requires_grad)
+        key = (type(module), *module._parameters, *what, *where)
+        if key not in self._known:
+            uses = list(uses_of(place, self._outputs))
+            self._known[key] = _unshared(uses[0]) if len(uses) == 1 and not uses[0].computed else None
+        first = self._known[key]
+        return None if first is None else _at(place, first)
+
+
+def _at(place: Place, like: Candidate) -> Candidate:
+    """A candidate with the weight of the module at `place`, in all else like another."""
+    path = place.path + ".weight"
+    return Candidate(
+        path=path,
+        module_path=place.path,
+        names=(path,),
+        module_names=(place.path,),
+        kind=like.kind,
+        shape=like.shape,
+        transposed=like.transposed,
+        dtype=like.dtype,
+        device=like.device,
+        left_alone=like.left_alone,
+        blocked=like.blocked,
+        use_known=like.use_known,
+        current=like.current,
+        current_rules=like.current_rules,
+        trainable=like.trainable,
+    )
 
 
 def module_paths(model: nn.Module) -> tuple[str, ...]:
@@ -147,15 +212,7 @@ class ModulePaths(Collection[str]):
 
 def parameter_bytes(model: nn.Module) -> int:
     """The size of all parameters, shared ones once, a converted one in its original precision."""
-    sizes: dict[object, int] = {}
-    storages: list[object] = []  # kept alive: their identities are keys
-    for module in distinct_modules(model):
-        for parameter in module._parameters.values():
-            if parameter is not None and not nn.parameter.is_lazy(parameter):
-                key, storage = _identity(parameter)
-                storages.append(storage)
-                sizes[key] = parameter.numel() * parameter.dtype.itemsize
-    return sum(sizes.values())
+    return Parameters(model).bytes
 
 
 def combine(tree: Iterable[Candidate], graph: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -196,16 +253,6 @@ def _enrich(candidate: Candidate, traced: Candidate) -> Candidate:
         left_alone=left_alone,
         blocked=blocked,
     )
-
-
-def _identity(tensor: Tensor, computed: str = "") -> tuple[object, object]:
-    """A key that is equal for the same weight, and what must stay alive for it to remain so."""
-    plain = type(tensor) in (nn.Parameter, Tensor)
-    if computed or not plain or nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
-        return (id(tensor), computed), tensor
-    storage = tensor.untyped_storage()
-    where = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (id(storage), *where), storage
 
 
 def _candidate(uses: list[Use]) -> Candidate:

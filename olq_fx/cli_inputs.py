@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from olq_fx.cli_models import Factory, Folder, call_named
 from olq_fx.comparison_runs import calls_of
+from olq_fx.configuration_sources import text_of_file
 from olq_fx.errors import ConfigurationError
+
+LARGEST_TEXT = 256 << 20
+"""Bytes that a text may have: all of it is turned into tokens before the first ones are taken."""
 
 _RANDOM = (2, 64)
 """Sequences and tokens of random inputs."""
@@ -75,14 +79,14 @@ def tokens_of_text(path: Path, tokenizer: Any, count: int) -> Tensor:
     Raises:
         ConfigurationError: the file cannot be read, or has fewer than two tokens.
     """
+    text = text_of_file(path, f"the text {str(path)!r}", LARGEST_TEXT)
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix.lower() == ".json":
             texts = json.loads(text)
             if not (isinstance(texts, list) and all(isinstance(part, str) for part in texts)):
                 raise ValueError("a JSON file of texts is a list of strings")
             text = (tokenizer.eos_token or "\n").join(texts)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read the text {str(path)!r}: {error}") from None
     ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[:, :count]
     if ids.shape[1] < 2:

@@ -14,7 +14,6 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from torch import nn
 
 from olq_fx.cli_answers import ModelError, paragraph
 from olq_fx.errors import ConfigurationError, OlqFxError, nearest, shown
-from olq_fx.optional_packages import optional_package
+from olq_fx.optional_packages import load_transformers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -206,20 +205,6 @@ def _failing(what: str, action: Callable[[], Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ModelError(f"cannot {what}: {paragraph(error)}") from error
-
-
-def load_transformers() -> Any:
-    """The package transformers, its bars and notices off (torchao, which it loads, logs what it lacks without a GPU).
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    library: Any = optional_package("transformers", "transformers", "a model in Hugging Face's layout")
-    library.utils.logging.set_verbosity_error()
-    library.utils.logging.disable_progress_bar()
-    return library
 
 
 def dtype_of(text: str | None) -> torch.dtype | None:

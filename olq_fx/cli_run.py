@@ -1,4 +1,7 @@
-"""`olq-fx run`: load a language model, quantize it, let it speak; how fast that is and what memory it takes."""
+"""`olq-fx run`: load a language model, quantize it, let it speak; how fast that is and what memory it takes.
+
+The whole checkpoint is loaded in original precision before the first weight is converted, which is the peak of memory.
+"""
 
 import dataclasses
 import sys

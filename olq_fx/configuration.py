@@ -21,7 +21,7 @@ from typing import Any
 
 from olq_fx import configuration_options as options
 from olq_fx import configuration_sources as sources
-from olq_fx.configuration_components import DEFAULT, components_alone, parse_prefix
+from olq_fx.configuration_components import DEFAULT, components_alone, longest_prefix, parse_prefix
 from olq_fx.configuration_values import (
     INHERIT,
     NONE,
@@ -237,8 +237,9 @@ class QuantizationConfig:
         `transformer` is a prefix of `transformer.proj_out` and not of `transformer_2.proj_out`. What lies in no
         component has the prefix "" and this configuration.
         """
-        inside = [one for one in self.components if path == one[0] or path.startswith(f"{one[0]}.")]
-        return max(inside, key=lambda one: len(one[0])) if inside else ("", self)
+        known = dict(self.components)
+        prefix = longest_prefix(path, known)
+        return prefix, known.get(prefix, self)
 
     def with_blocks(self, slot: Slot) -> Slot:
         """A slot of this configuration in the formats that `weight_block_size` makes of `fp8_per_block`."""

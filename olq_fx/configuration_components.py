@@ -3,10 +3,11 @@
 API:
     components_alone(given, known) -> bool     whether a dictionary is that of components: {"transformer": "fp8"}
     parse_prefix(value) -> str                 the path of a module, or `default`
+    longest_prefix(path, known) -> str         the component that a path lies in
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 
 from olq_fx.configuration_sources import wrong_type
 from olq_fx.errors import ConfigurationError, shown
@@ -41,3 +42,16 @@ def parse_prefix(value: object) -> str:
             "ignore, include and targets)"
         )
     return prefix
+
+
+def longest_prefix(path: str, known: Container[str]) -> str:
+    """The longest of the known paths that `path` is, or lies in; "" if there is none.
+
+    >>> longest_prefix("transformer.blocks.0", {"transformer"})
+    'transformer'
+    >>> longest_prefix("transformer_2.blocks.0", {"transformer"})
+    ''
+    """
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path

@@ -3,12 +3,14 @@
 API:
     read(source) -> dict[str, object]             canonical keys; aliases and nesting resolved, nothing interpreted
     merge(first, second, where) -> dict           both at once; a key in both with different values is an error
+    text_of_file(path, what, largest) -> str      of a regular file that is not too large
 
 Canonical keys are those of `QuantizationConfig`; which of them exist is not decided here.
 """
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -22,6 +24,9 @@ KEY_ALIASES = {
     "ignored_layers": "ignore",
 }
 """Other names of keys."""
+
+LARGEST_FILE = 16 << 20
+"""Bytes that a configuration file may have; a hundred thousand targets take less."""
 
 NESTED = "quantization_config"
 """The key under which all others but `quantization` may lie as well."""
@@ -141,13 +146,43 @@ def _comparable(key: str, value: object) -> object:
 
 def _parse_file(path: Path) -> object:
     """What a JSON or YAML file contains."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or bytes that are not UTF-8
-        raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error}") from None
+    text = text_of_file(path, f"the configuration file {str(path)!r}", LARGEST_FILE)
     if path.suffix.lower() == ".json":
         return _parse_json(text, f"the file {str(path)!r}")
     return _parse_yaml(text, f"the file {str(path)!r}")
+
+
+def text_of_file(path: Path, what: str, largest: int) -> str:
+    """The text of a regular file; devices, pipes and folders could give text without an end, or none.
+
+    Args:
+        path: of the file.
+        what: to call it in messages.
+        largest: how many bytes it may have.
+
+    Raises:
+        ConfigurationError: it cannot be read, is no regular file, is larger, or is not UTF-8.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigurationError(f"cannot read {what}: it is {_kind_of(path)}, not a regular file")
+        with path.open("rb") as file:
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            size = max(path.stat().st_size, len(content))
+            raise ConfigurationError(f"cannot read {what}: it has {size} bytes, more than the {largest} that are read")
+        return content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or bytes that are not UTF-8
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"cannot read {what}: {error}") from None
+
+
+def _kind_of(path: Path) -> str:
+    """What a path is that is no regular file."""
+    if path.is_dir():
+        return "a folder"
+    return "a pipe" if path.is_fifo() else "a socket" if path.is_socket() else "a device"
 
 
 def _parse_json(text: str, what: str) -> object:

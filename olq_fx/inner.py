@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from olq_fx import errors, kernels, passes, torch_private
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest
 from olq_fx.kernels import ops
+from olq_fx.late_decomposition import LateDecompositions
 
 _INDUCTOR = "inductor"
 
@@ -76,8 +77,14 @@ class Inner:
             self.watch(gm)
         if self.compiler is None:
             settings = {**torch_private.mode_options(mode), **(options or {})}
+            late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions())
             found = torch_private.compile_inductor(
-                gm, inputs, decompositions=ops.decompositions(), options=settings, cache_tag=f"olq_fx:{sources()}:{tag}"
+                gm,
+                inputs,
+                decompositions={**ops.decompositions(), **late.table()},
+                rewrite=late.expand,
+                options=settings,
+                cache_tag=f"olq_fx:{sources()}:{tag}",
             )
             return found
         keywords: dict[str, Any] = {} if mode is None else {"mode": mode}

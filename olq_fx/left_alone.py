@@ -66,14 +66,15 @@ class Place:
     def below(self, name: str, module: nn.Module) -> "Place":
         """The place of a child."""
         kind = type(module).__name__
+        experts, router, modulation = _said_by(name, kind)
         return Place(
-            path=self.of(name),
-            name=self.name if name == COMPILED else name,
-            module=module,
-            parent=self,
-            experts=self.experts or _matches(_EXPERTS_NAME, name),
-            router=self.router or self._routes(name, kind),
-            modulation=self.modulation or self._modulates(name, kind),
+            f"{self.path}.{name}" if self.path else name,
+            self.name if name == COMPILED else name,
+            module,
+            self,
+            self.experts or experts,
+            self.router or (self._routes(name, kind) if router is None else router),
+            self.modulation or (self._modulates(name) if modulation is None else modulation),
         )
 
     def within(self, module: nn.Module) -> bool:
@@ -86,23 +87,29 @@ class Place:
         return False
 
     def _routes(self, name: str, kind: str) -> bool:
-        """Whether a child is a router. A bare `gate` is one only beside experts: elsewhere it is half of an MLP."""
-        if _found(_ROUTER_CLASS, kind) or _matches(_ROUTER_NAME, name):
-            return True
-        if name != "gate" and not _found(_GATE_CLASS, kind):
-            return False
+        """Whether a `gate` is a router. It is one only beside experts: elsewhere it is half of an MLP."""
         return "moe" in kind.lower() or any(_matches(_BESIDE_A_GATE, other) for other in self.module._modules)
 
-    def _modulates(self, name: str, kind: str) -> bool:
+    def _modulates(self, name: str) -> bool:
         """Whether a child turns a timestep, a class or a text into scales and shifts of whole channels.
 
         `modulation` itself is a name of other things too (FocalNet): only what is directly in it counts.
         """
-        if _found(_MODULATION_CLASS, kind) or _matches(_MODULATION_NAME, name):
-            return True
         if name == "time_emb_proj":
             return getattr(self.module, "time_embedding_norm", None) == "scale_shift"
         return _matches(_MODULATION_LAYER, self.name) and _matches(_INSIDE_MODULATION, name)
+
+
+@functools.cache
+def _said_by(name: str, kind: str) -> tuple[bool, bool | None, bool | None]:
+    """Whether a child of this name and class is of experts, a router, a modulation; None: what is around it tells."""
+    router: bool | None = _found(_ROUTER_CLASS, kind) or _matches(_ROUTER_NAME, name)
+    if not router and (name == "gate" or _found(_GATE_CLASS, kind)):
+        router = None
+    modulation: bool | None = _found(_MODULATION_CLASS, kind) or _matches(_MODULATION_NAME, name)
+    if not modulation and (name == "time_emb_proj" or _matches(_INSIDE_MODULATION, name)):
+        modulation = None
+    return _matches(_EXPERTS_NAME, name), router, modulation
 
 
 def reason_for(place: Place, outputs: Container[int]) -> str:

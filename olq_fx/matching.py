@@ -17,6 +17,7 @@ pattern may name the fused layer, or all of its shards:
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from olq_fx.candidates import Candidate
@@ -78,12 +79,18 @@ class Matcher:
         self.unmatched: list[str] = []
 
     @functools.cached_property
-    def _numbers(self) -> dict[str, list[int]]:
-        numbers: dict[str, list[int]] = {}
-        for number, candidate in enumerate(self._candidates):
-            for path in self._spoken(candidate):
-                numbers.setdefault(path, []).append(number)
+    def _numbers(self) -> dict[str, tuple[int, ...]]:
+        numbers: dict[str, tuple[int, ...]] = {}
+        for number, paths in enumerate(self._spoken):
+            alone = (number,)
+            for path in paths:
+                numbers[path] = numbers[path] + alone if path in numbers else alone
         return numbers
+
+    @functools.cached_property
+    def _spoken(self) -> list[Sequence[str]]:
+        """For each candidate the paths by which a pattern may name it."""
+        return [self._without_prefix((*c.names, *c.module_names)) for c in self._candidates]
 
     @functools.cached_property
     def _index(self) -> PathIndex:
@@ -91,15 +98,14 @@ class Matcher:
 
     @functools.cached_property
     def _fused(self) -> "_Fused":
-        spoken = [(self._without_prefix(c.module_names), self._spoken(c)) for c in self._candidates]
+        modules = (self._without_prefix(candidate.module_names) for candidate in self._candidates)
+        spoken = list(zip(modules, self._spoken, strict=True))
         return _Fused(self._candidates, spoken, self._numbers, self._table)
 
-    def _spoken(self, candidate: Candidate) -> list[str]:
-        """The paths by which a pattern may name a candidate."""
-        return self._without_prefix((*candidate.names, *candidate.module_names))
-
-    def _without_prefix(self, paths: Sequence[str]) -> list[str]:
+    def _without_prefix(self, paths: Sequence[str]) -> Sequence[str]:
         """The paths with and without the mark of `torch.compile`, with and without the prefix of the component."""
+        if not self._prefix and not any(COMPILED in path for path in paths):
+            return paths
         found = dict.fromkeys(paths)
         for path in paths:
             if COMPILED in path:
@@ -124,8 +130,8 @@ class Matcher:
                 self._refuse_container(key, text, numbers)
                 if key == "include" and not numbers:
                     numbers = self._by_name(text)
-            numbers += self._fused.joined(pattern)
-            found = self._fused.split(pattern)
+            joined, found = self._fused.find(pattern)
+            numbers += joined
             for number, shard in found:
                 shards.setdefault(number, []).append((shard, pattern))
             if not numbers and not found:
@@ -156,7 +162,7 @@ class Matcher:
         return [
             number
             for number, candidate in enumerate(self._candidates)
-            if candidate.left_alone and any(path.rpartition(".")[2] == name for path in self._spoken(candidate))
+            if candidate.left_alone and any(path.rpartition(".")[2] == name for path in self._spoken[number])
         ]
 
     def _refuse_container(self, key: str, path: str, numbers: Collection[int]) -> None:
@@ -199,32 +205,36 @@ class _Fused:
         """`spoken`: for each candidate its module paths, and all its paths; `real`: those of all candidates."""
         self._joined: dict[str, list[int]] = {}
         self._split: dict[str, list[tuple[int, str]]] = {}
+        shards_of = {name: tuple(dict.fromkeys(itertools.chain(*shards))) for name, shards in table.items()}
         siblings: dict[tuple[str, str], dict[str, int]] = {}
         for number, candidate in enumerate(candidates):
             if candidate.kind == "embedding" or len(candidate.shape) != 2:
                 continue
             for path, end in _ends(*spoken[number]):
-                parent, name = _parent(path)
-                siblings.setdefault((parent, end), {})[name] = number
-                for shard in dict.fromkeys(shard for shards in table.get(name, ()) for shard in shards):
-                    if (virtual := f"{parent}{shard}{end}") not in real:
+                parent, dot, name = path.rpartition(".")
+                siblings.setdefault((parent + dot, end), {})[name] = number
+                for shard in shards_of.get(name, ()):
+                    if (virtual := f"{parent}{dot}{shard}{end}") not in real:
                         self._split.setdefault(virtual, []).append((number, shard))
-        wanted = [(name, shards) for name, alternatives in table.items() for shards in alternatives]
+        fusible = functools.cache(functools.partial(_fusible, table))
         for (parent, end), named in siblings.items():
-            if len(named) < 2:
-                continue
-            for name, shards in wanted:
-                if all(shard in named for shard in shards) and (virtual := f"{parent}{name}{end}") not in real:
+            for name, shards in fusible(tuple(named)):
+                if (virtual := f"{parent}{name}{end}") not in real:
                     self._joined[virtual] = [named[shard] for shard in shards]
         self._index = PathIndex([*self._joined, *self._split])
 
-    def joined(self, pattern: Pattern) -> list[int]:
-        """The shards of the fused layers that a pattern names."""
-        return [number for path in self._index.find(pattern) for number in self._joined.get(path, ())]
+    def find(self, pattern: Pattern) -> tuple[list[int], list[tuple[int, str]]]:
+        """The shards of the fused layers that a pattern names; the fused layers whose shards it names, with those."""
+        paths = self._index.find(pattern)
+        joined = [number for path in paths for number in self._joined.get(path, ())]
+        return joined, [found for path in paths for found in self._split.get(path, ())]
 
-    def split(self, pattern: Pattern) -> list[tuple[int, str]]:
-        """The fused layers whose shards a pattern names, with the name of the shard."""
-        return [found for path in self._index.find(pattern) for found in self._split.get(path, ())]
+
+def _fusible(table: Mapping[str, tuple[Shards, ...]], names: tuple[str, ...]) -> list[tuple[str, Shards]]:
+    """The fused layers all of whose shards are among siblings of these names."""
+    known = frozenset(names)
+    every = ((name, shards) for name, alternatives in table.items() for shards in alternatives)
+    return [(name, shards) for name, shards in every if known.issuperset(shards)] if len(known) > 1 else []
 
 
 def _ends(modules: Sequence[str], paths: Sequence[str]) -> list[tuple[str, str]]:
@@ -232,12 +242,6 @@ def _ends(modules: Sequence[str], paths: Sequence[str]) -> list[tuple[str, str]]
     known = set(modules)
     weights = [path.rpartition(".") for path in paths if path not in known]
     return [(path, "") for path in modules] + [(path, f".{leaf}") for path, _, leaf in weights if path in known]
-
-
-def _parent(path: str) -> tuple[str, str]:
-    """What is before the last part, with its dot, and the last part."""
-    parent, dot, name = path.rpartition(".")
-    return parent + dot, name
 
 
 def unmarked(path: str) -> str:

@@ -3,13 +3,13 @@
 API:
     places(model)                every module under every one of its names, in the order of the tree
     uses_of(place, outputs)      the weights among a module's own parameters, each with what is done with it
-    output_embeddings(model)     identities of the modules that models declare as their output embedding
+    output_embeddings(modules)   identities of the modules that models declare as their output embedding
 
 Classes of other libraries are known by their names; nothing is imported for them.
 """
 
 import dataclasses
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -96,25 +96,15 @@ def places(model: nn.Module) -> Iterator[Place]:
         pending.extend(place.below(name, child) for name, child in reversed(children) if not place.within(child))
 
 
-def distinct_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, without its name (which `nn.Module.modules` makes for each)."""
-    seen = {id(model)}
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        yield module
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                pending.append(child)
-
-
-def output_embeddings(model: nn.Module) -> frozenset[int]:
-    """Identities of what `get_output_embeddings()` returns, of the model and of the models inside it."""
+def output_embeddings(modules: Iterable[nn.Module]) -> frozenset[int]:
+    """Identities of what `get_output_embeddings()` of these modules returns."""
     found = set()
-    for module in distinct_modules(model):
-        # The class is asked first: nn.Module takes long to say that a name is none of its attributes.
-        if hasattr(type(module), _DECLARES_OUTPUT) or _DECLARES_OUTPUT in module.__dict__:
+    declares: dict[type, bool] = {}  # nn.Module takes long to say that a name is none of its attributes
+    for module in modules:
+        kind = type(module)
+        if kind not in declares:
+            declares[kind] = hasattr(kind, _DECLARES_OUTPUT)
+        if declares[kind] or _DECLARES_OUTPUT in module.__dict__:
             try:
                 declared = getattr(module, _DECLARES_OUTPUT)
                 found.add(id(declared() if callable(declared) else None))

@@ -1,7 +1,14 @@
-"""Packages that are not needed by the library itself: imported on first use, with a clear message where missing."""
+"""Packages that are not needed by the library itself: imported on first use, with a clear message where missing.
+
+API:
+    optional_package(name, extra, purpose) -> ModuleType
+    load_transformers() -> Any                             the package transformers, quiet
+"""
 
 import importlib
+import logging
 from types import ModuleType
+from typing import Any
 
 from olq_fx.errors import MissingPackageError
 
@@ -23,3 +30,17 @@ def optional_package(name: str, extra: str, purpose: str) -> ModuleType:
         raise MissingPackageError(
             f"{purpose} needs the package {error.name}, which is not installed: pip install 'olq-fx[{extra}]'"
         ) from None
+
+
+def load_transformers() -> Any:
+    """The package transformers, its bars and notices off (torchao, which it loads, logs what it lacks without a GPU).
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    library: Any = optional_package("transformers", "transformers", "a model in Hugging Face's layout")
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library

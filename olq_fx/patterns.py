@@ -2,6 +2,7 @@ r"""Patterns: how a configuration names layers.
 
 API:
     compile_pattern(text) -> Pattern        validates; the same text gives the same object
+    forget()                                drops what is remembered of patterns, to measure without it
     Pattern.matches(path) -> bool           one path
     PathIndex(paths).find(pattern)          all paths that match, quickly for exact names and for globs
     PathIndex(paths).nearest(pattern)       the end of an error message: the paths that were perhaps meant
@@ -23,11 +24,12 @@ import itertools
 import re
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from olq_fx.errors import ConfigurationError, nearest
-from olq_fx.path_filter import PathFilter, Word, glob_words, regex_words
+from olq_fx.path_filter import PathFilter
+from olq_fx.pattern_words import Alternative, glob_words, is_bounded, regex_words
 
 if TYPE_CHECKING:
     import regex
@@ -38,7 +40,13 @@ TIMEOUT = 0.1
 TOTAL_TIMEOUT = 10.0
 """Seconds that a regular expression may take for all paths of a model together."""
 
+BOUNDED_LENGTH = 1000
+"""Characters of a path on which an expression with few repetitions needs no timeout."""
+
 REGEX_PREFIX = "re:"
+
+_UNINDEXED = 4
+"""How many patterns are tried on every path before it pays to index what is in the paths."""
 
 _SPECIAL = re.compile(r"[*?\[]")
 _WORD = re.compile(r"\w+")
@@ -62,8 +70,8 @@ class Pattern:
         """
         if self.form == "exact":
             return path == self.text
-        if self.form == "glob":
-            return fnmatch.fnmatchcase(path, self.text)
+        if self.form == "glob" or (self.bounded and len(path) <= BOUNDED_LENGTH):
+            return self.unclocked(path) is not None
         try:
             return _expression(self.text).match(path, timeout=TIMEOUT) is not None
         except TimeoutError:
@@ -73,8 +81,18 @@ class Pattern:
             ) from None
 
     @property
-    def words(self) -> tuple[Word, ...]:
-        """Words that every matching path has in it."""
+    def bounded(self) -> bool:
+        """Whether it is quick on any path of at most `BOUNDED_LENGTH` characters, so that no clock is needed."""
+        return self.form != "regex" or _bounded(self.text)
+
+    @property
+    def unclocked(self) -> Callable[[str], object]:
+        """Says of a path whether it matches (None: no), without a timeout. Only for what is not exact."""
+        return _glob(self.text) if self.form == "glob" else _expression(self.text).match
+
+    @property
+    def words(self) -> tuple[Alternative, ...]:
+        """What every matching path has in it: all conditions of one of these."""
         if self.form == "regex":
             return regex_words(self.text.removeprefix(REGEX_PREFIX))
         return glob_words(self.text)
@@ -111,6 +129,23 @@ def _expression(text: str) -> "regex.Pattern[str]":
         raise ConfigurationError(f"malformed regular expression in the pattern {text!r}: {error}") from None
 
 
+def forget() -> None:
+    """Drop the compiled patterns that are remembered, as a new process has none."""
+    for remembered in (compile_pattern, _expression, _glob, _bounded):
+        remembered.cache_clear()
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob(text: str) -> Callable[[str], object]:
+    """What says of a path whether an `fnmatch` pattern matches it."""
+    return re.compile(fnmatch.translate(text)).match
+
+
+@functools.lru_cache(maxsize=4096)
+def _bounded(text: str) -> bool:
+    return is_bounded(text.removeprefix(REGEX_PREFIX))
+
+
 class PathIndex:
     """The paths of a model, arranged so that patterns find theirs without trying every one.
 
@@ -119,8 +154,9 @@ class PathIndex:
 
     def __init__(self, paths: Iterable[str]) -> None:
         """Index `paths`; duplicates count once."""
-        self._sorted = sorted(set(paths))
-        self._known = frozenset(self._sorted)
+        self._paths = list(dict.fromkeys(paths))
+        self._known = frozenset(self._paths)
+        self._searches = 0
 
     def find(self, pattern: Pattern) -> list[str]:
         """The paths that `pattern` matches, sorted.
@@ -130,21 +166,45 @@ class PathIndex:
         """
         if pattern.form == "exact":
             return [pattern.text] if pattern.text in self._known else []
+        paths = self._possible(pattern)
+        if pattern.bounded and self._short:
+            matches = pattern.unclocked
+            return sorted([path for path in paths if matches(path) is not None])
+        return self._clocked(pattern, paths)
+
+    def _possible(self, pattern: Pattern) -> Sequence[str]:
+        """The paths that have what the pattern needs. The first patterns are tried on all: an index costs more."""
+        self._searches += 1
+        if self._searches <= _UNINDEXED:
+            return self._paths
+        positions = self._filter.positions(pattern.words)
+        return self._paths if len(positions) == len(self._paths) else [self._paths[at] for at in positions]
+
+    def _clocked(self, pattern: Pattern, paths: Sequence[str]) -> list[str]:
+        """The paths that match, found within the time that a pattern has."""
         found = []
         start = time.monotonic()
-        for tried, position in enumerate(self._filter.candidates(pattern.words)):
-            if pattern.matches(self._sorted[position]):
-                found.append(self._sorted[position])
+        for tried, path in enumerate(paths, 1):
+            if pattern.matches(path):
+                found.append(path)
             if time.monotonic() - start > TOTAL_TIMEOUT:
                 raise ConfigurationError(
-                    f"the pattern {pattern.text!r} took more than {TOTAL_TIMEOUT:.0f} s for {tried + 1} of "
-                    f"{len(self._sorted)} paths; write it without nested repetitions"
+                    f"the pattern {pattern.text!r} took more than {TOTAL_TIMEOUT:.0f} s for {tried} of "
+                    f"{len(self._paths)} paths; write it without nested repetitions"
                 )
-        return found
+        return sorted(found)
+
+    @functools.cached_property
+    def _short(self) -> bool:
+        return all(len(path) <= BOUNDED_LENGTH for path in self._paths)
+
+    @functools.cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._paths)
 
     @functools.cached_property
     def _filter(self) -> PathFilter:
-        return PathFilter(self._sorted)
+        return PathFilter(self._paths)
 
     def below(self, path: str) -> list[str]:
         """The paths inside the container `path`, sorted."""
@@ -155,7 +215,7 @@ class PathIndex:
 
     def nearest(self, pattern: Pattern) -> str:
         """Words that end an error message about a pattern without a match: what was perhaps meant."""
-        if not self._sorted:
+        if not self._paths:
             return "the model has no linear, expert or embedding weight"
         if pattern.form == "exact":
             return self._nearest_path(pattern.text)

@@ -10,22 +10,20 @@ API:
         kernel, kernel_reason, reason, warning, bytes_before, bytes_after, trainable, asked
 """
 
-import contextlib
 import dataclasses
-import gc
 import json
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from olq_fx.candidates import Candidate, ModulePaths, candidates_of
-from olq_fx.candidates import parameter_bytes as bytes_of_parameters
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import ConfigurationError, PlanError, nearest, shown
 from olq_fx.folding import NUMBER, fold
 from olq_fx.module_uses import CandidateKind
+from olq_fx.parameters import Parameters
 from olq_fx.schemes import Slot
 from olq_fx.selection import Decision, Verdict, select
 from olq_fx.tables import size_of, table_of
@@ -280,30 +278,15 @@ def plan_for(
         PlanError: it does not fit the model.
     """
     parsed = QuantizationConfig.parse(config)
-    with _no_collections():
-        return make_plan(
-            parsed,
-            candidates_of(model) if candidates is None else candidates,
-            strict=strict,
-            all_paths=ModulePaths(model),
-            parameter_bytes=bytes_of_parameters(model),
-            device=device,
-        )
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keep the cyclic garbage collector still: a plan makes no cycles, and looking for some takes as long as the plan.
-
-    In a model of 36,000 layers a million objects are looked at each time that the plan has grown by a quarter of that.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    parameters = Parameters(model) if isinstance(model, nn.Module) else None
+    return make_plan(
+        parsed,
+        candidates_of(model, parameters) if candidates is None else candidates,
+        strict=strict,
+        all_paths=ModulePaths(model),
+        parameter_bytes=None if parameters is None else parameters.bytes,
+        device=device,
+    )
 
 
 def make_plan(
@@ -317,7 +300,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a set of candidates: see `plan_for` and `selection.select`."""
     selection = select(config, candidates, strict=strict, all_paths=all_paths, device=_kind_of(device))
-    rows = tuple(map(_row, candidates, selection.verdicts))
+    rows = _rows(candidates, selection.verdicts)
     total = sum(row.bytes_before for row in rows) if parameter_bytes is None else parameter_bytes
     return Plan(config, rows, total, selection.problems)
 
@@ -329,6 +312,45 @@ def _kind_of(device: torch.device | str | None) -> str | None:
     except (RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(f"device: there is no {shown(device)}: {reason}") from None
+
+
+def _rows(candidates: Sequence[Candidate], verdicts: Sequence[Verdict]) -> tuple[PlanRow, ...]:
+    """A row for each candidate. Layers that share their verdict are alike, so that what it means is looked up once."""
+    first: dict[int, PlanRow] = {}
+    rows = []
+    for candidate, verdict in zip(candidates, verdicts, strict=True):
+        like = first.get(id(verdict))
+        row = _row(candidate, verdict) if like is None else _row_like(candidate, like)
+        first.setdefault(id(verdict), row)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _row_like(candidate: Candidate, like: PlanRow) -> PlanRow:
+    """The row of a candidate that shares the verdict of another: its kind, shape and dtype, formats and obstacles."""
+    return PlanRow(
+        path=candidate.path,
+        module_path=candidate.module_path,
+        names=candidate.names,
+        kind=like.kind,
+        shape=like.shape,
+        dtype=like.dtype,
+        decision=like.decision,
+        slot=like.slot,
+        weight_rule=like.weight_rule,
+        activation_rule=like.activation_rule,
+        transposed=candidate.transposed,
+        kernel=like.kernel,
+        kernel_reason=like.kernel_reason,
+        reason=like.reason,
+        warning=like.warning,
+        bytes_before=like.bytes_before,
+        bytes_after=like.bytes_after,
+        trainable=candidate.trainable,
+        asked=like.asked,
+        allow_nonfinite=like.allow_nonfinite,
+        requested_kernel=like.requested_kernel,
+    )
 
 
 def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:

@@ -14,12 +14,13 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from olq_fx.candidates import DTYPES, Candidate
 from olq_fx.configuration import QuantizationConfig
+from olq_fx.configuration_components import longest_prefix
 from olq_fx.errors import ConversionError, OlqFxWarning, PlanError, nearest
 from olq_fx.forecast import Forecast, Forecaster
 from olq_fx.fused_layers import fused_table
@@ -132,16 +133,17 @@ def _groups(config: QuantizationConfig, candidates: Sequence[Candidate]) -> dict
     if not config.components:
         groups[""] = list(range(len(candidates)))
         return groups
+    asked = {"": config, **dict(config.components)}
     for number, candidate in enumerate(candidates):
-        owners = {name: config.of(unmarked(name)) for name in candidate.names}
-        first = owners[candidate.path] if candidate.path in owners else config.of(unmarked(candidate.path))
-        for name, (prefix, own) in owners.items():
-            if own != first[1]:
+        first = longest_prefix(unmarked(candidate.path), asked)
+        for name in candidate.names[1:]:
+            prefix = longest_prefix(unmarked(name), asked)
+            if asked[prefix] != asked[first]:
                 raise PlanError(
-                    f"{candidate.path} and {name} are one weight, in the components {first[0] or 'default'!r} and "
+                    f"{candidate.path} and {name} are one weight, in the components {first or 'default'!r} and "
                     f"{prefix or 'default'!r}, which ask for different things"
                 )
-        groups.setdefault(first[0], []).append(number)
+        groups.setdefault(first, []).append(number)
     return groups
 
 
@@ -156,13 +158,15 @@ def _empty_components(
     problems: list[str] = []
     if not config.components:
         return problems
+    asked = dict(config.components)
     served = {
-        config.of(unmarked(name))[0]
+        longest_prefix(unmarked(name), asked)
         for candidate, verdict in zip(candidates, verdicts, strict=True)
         if _served(verdict)
         for name in candidate.names
     }
-    known = {prefix for c in candidates for name in c.names for prefix in _prefixes(unmarked(name))}
+    around = {unmarked(name).rpartition(".")[0] for candidate in candidates for name in candidate.names}
+    known = {prefix for path in {path.rpartition(".")[0] for path in around} for prefix in _prefixes(path)} | around
     for prefix, own in config.components:
         if prefix not in known and prefix not in all_paths:
             problems.append(f"components: {prefix!r} is no part of the model; {nearest(prefix, known)}")
@@ -174,9 +178,13 @@ def _empty_components(
 
 
 def _prefixes(path: str) -> list[str]:
-    """The paths of the modules around a parameter."""
+    """The path of a module and those of the modules around it."""
     parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+_Judged: TypeAlias = "tuple[Verdict, list[str] | None, str]"
+"""A verdict; the refusals that the layer belongs to, if any, and what is said of it there after its path."""
 
 
 class _Judge:
@@ -196,28 +204,47 @@ class _Judge:
         self._targets = dict(config.targets)
         self._ignored, self._included, self._targeted = ignored, included, targeted
         self._forecaster = forecaster
+        self._alike: dict[tuple[object, ...], _Judged] = {}
+        self._keeps_blocks = any(may_keep(config.num_bf16_fallback_layers, slot.weight) for slot in _slots(config))
         self._other_formats: list[str] = []
         self._unsupported: list[str] = []
         self._not_by_kernel: list[str] = []
 
     def verdict(self, number: int, candidate: Candidate) -> Verdict:
-        """What becomes of a candidate."""
+        """What becomes of a candidate; those that are alike and that no pattern names are judged once."""
+        named = self._ignored.of(number) or self._included.of(number) or self._targeted.of(number)
+        if named or self._keeps_blocks:
+            found = self._judged(number, candidate)
+        else:
+            kind = (
+                *(candidate.kind, candidate.shape, candidate.dtype, candidate.device, candidate.left_alone),
+                *(candidate.blocked, candidate.use_known, candidate.current, candidate.current_rules),
+            )
+            found = self._alike.get(kind) or self._alike.setdefault(kind, self._judged(number, candidate))
+        verdict, refusals, why = found
+        if refusals is not None:
+            refusals.append(f"{candidate.path}{why}")
+        return verdict
+
+    def _judged(self, number: int, candidate: Candidate) -> "_Judged":
         slot, reason = self._request(number, candidate)
         if candidate.current is not None:
             return self._keep(candidate, slot, reason)
         if slot is None:
-            return Verdict("leave", None, reason, False, self._config)
+            return Verdict("leave", None, reason, False, self._config), None, ""
         if candidate.obstacle:
             self._refuse_if_named(number, candidate)
-            return Verdict("leave", None, candidate.obstacle, True, self._config)
-        if candidate.dtype not in DTYPES:
-            self._unsupported.append(f"{candidate.path} ({_name(candidate.dtype)})")
+            return Verdict("leave", None, candidate.obstacle, True, self._config), None, ""
         forecast = self._forecaster.of(candidate, slot, self._config)
+        verdict = Verdict("quantize", slot, "", True, self._config, forecast)
+        if candidate.dtype not in DTYPES:
+            return verdict, self._unsupported, f" ({_name(candidate.dtype)})"
         if forecast.loss and self._config.skip_unprofitable:
-            return Verdict("leave", None, f"unprofitable (skip_unprofitable): {forecast.loss}", True, self._config)
+            reason = f"unprofitable (skip_unprofitable): {forecast.loss}"
+            return Verdict("leave", None, reason, True, self._config), None, ""
         if forecast.refusal:
-            self._not_by_kernel.append(f"{candidate.path}: {forecast.kernel}: {forecast.refusal}")
-        return Verdict("quantize", slot, "", True, self._config, forecast)
+            return verdict, self._not_by_kernel, f": {forecast.kernel}: {forecast.refusal}"
+        return verdict, None, ""
 
     def _request(self, number: int, candidate: Candidate) -> tuple[Slot | None, str]:
         """The formats that the configuration asks of a candidate, or None and the reason."""
@@ -284,15 +311,16 @@ class _Judge:
                         f"{candidate.obstacle}"
                     )
 
-    def _keep(self, candidate: Candidate, slot: Slot | None, reason: str) -> Verdict:
+    def _keep(self, candidate: Candidate, slot: Slot | None, reason: str) -> "_Judged":
         """A layer that is converted already keeps its formats; asking for others is an error."""
         if slot is None:
-            return self._already(candidate, f"converted before; {reason}", asked=False)
+            return self._already(candidate, f"converted before; {reason}", asked=False), None, ""
+        verdict = self._already(candidate, "converted before, with these formats", asked=True)
         rules = self._config.rules(slot)
         if slot != candidate.current or candidate.current_rules not in (None, rules):
             has = _described(candidate.current, candidate.current_rules)
-            self._other_formats.append(f"{candidate.path} has {has}, asked for is {_described(slot, rules)}")
-        return self._already(candidate, "converted before, with these formats", asked=True)
+            return verdict, self._other_formats, f" has {has}, asked for is {_described(slot, rules)}"
+        return verdict, None, ""
 
     def _already(self, candidate: Candidate, reason: str, *, asked: bool) -> Verdict:
         assert candidate.current is not None
@@ -362,6 +390,11 @@ def _refuse_nothing(config: QuantizationConfig, candidates: Sequence[Candidate],
     )
     hint = "; 'include' opts in what is left alone by default" if protected else ""
     raise PlanError(f"nothing would be quantized; {_listed(described)}{hint}")
+
+
+def _slots(config: QuantizationConfig) -> list[Slot]:
+    """All formats that a configuration gives outside of its components."""
+    return [slot for slot in (config.linear, config.moe, *(slot for _, slot in config.targets)) if slot is not None]
 
 
 def _served(verdict: Verdict | None) -> bool:

@@ -9,7 +9,7 @@
 - Triton kernels, without a GPU: `assert_kernel_values`, `Interpreter`; `assert_kernel_code`, `machine_code`,
   `MachineCode`, `Compiler`; `PythonProcess`, `ProcessDied`.
 - Memory: `storage_census`, `live_bytes`, `record_allocations`, `plain_tensors`.
-- Small models: `MODELS`, `model_case`, `ModelCase`, `Conv1D`, `LlamaBlock`.
+- Small models: `MODELS`, `model_case`, `ModelCase`, `Conv1D`, `LlamaBlock`; large ones on meta: `decoder_layout`.
 - Hypothesis strategies: `tensors`, `formats`, `schemes`, `configurations`, `models`; they need the package hypothesis,
   nothing else here does.
 """
@@ -30,6 +30,7 @@ from olq_fx.testing_graphs import Kernels, RecordedGraph, RecordingBackend, coun
 from olq_fx.testing_interpreter import Interpreter
 from olq_fx.testing_kernels import assert_kernel_code, assert_kernel_values
 from olq_fx.testing_layers import assert_layer_close, assert_operator_right, operands
+from olq_fx.testing_layouts import LLAMA_70B, MOE_235B, decoder_layout
 from olq_fx.testing_machine_code import Compiler, MachineCode, machine_code
 from olq_fx.testing_memory import (
     Allocations,
@@ -57,7 +58,9 @@ from olq_fx.testing_strategies import (
 __all__ = [
     "FLOAT_DTYPES",
     "LAYOUTS",
+    "LLAMA_70B",
     "MODELS",
+    "MOE_235B",
     "ROW_KINDS",
     "Allocations",
     "Compiler",
@@ -86,6 +89,7 @@ __all__ = [
     "bits_of",
     "configurations",
     "count_kernels",
+    "decoder_layout",
     "effective_scale",
     "element_step",
     "formats",

@@ -4,12 +4,17 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+
+_STDERR = 2
+_ANNOUNCEMENT = re.compile(rb"USDT:.* profiler_(start|stop)$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,13 +138,43 @@ def record_allocations() -> Iterator[Allocations]:
         extra = allocations.peak("quantize") - allocations.at_start("quantize")
     """
     result = Allocations()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _without_announcements():
+        profiler.start()
+    try:
         yield result
+    finally:
+        with _without_announcements():
+            profiler.stop()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     result.course.extend(_course(events))
+
+
+@contextlib.contextmanager
+def _without_announcements() -> Iterator[None]:
+    """Keep what the profiler announces of its start and stop from the standard error; all else is passed on.
+
+    It writes to the file descriptor. Its own switch is read once, and silences its errors as well.
+    """
+    try:
+        kept = os.dup(_STDERR)
+    except OSError:  # closed: nobody reads it
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(kept, _STDERR)
+            os.close(kept)
+            written.seek(0)
+            for line in written:
+                if not _ANNOUNCEMENT.match(line):
+                    os.write(_STDERR, line)
 
 
 def _course(events: list[dict[str, object]]) -> Iterator[tuple[str, int]]:

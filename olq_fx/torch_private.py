@@ -330,6 +330,7 @@ def compile_inductor(
     example_inputs: Sequence[Any],
     *,
     decompositions: dict[Any, Callable[..., Any]],
+    rewrite: Callable[[torch.fx.GraphModule], None],
     options: dict[str, Any],
     cache_tag: str,
 ) -> Callable[..., Any]:
@@ -339,30 +340,59 @@ def compile_inductor(
         gm: the graph; Inductor takes it over.
         example_inputs: real or fake.
         decompositions: of our operators, beside Inductor's own.
-        options: settings of Inductor; each wins over what is set here (casts and divisions as eager does them).
+        rewrite: changes each graph of aten operators that AOTAutograd hands on, forward or backward.
+        options: settings of Inductor; each wins over what is set here (see `_settings`).
         cache_tag: what enters the keys of all caches: other sources or options of ours never see each other's code.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
 
-    patches = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True, **options}
+    patches = _settings(options)
     # A patch is an exception-safe context whose state is one compilation's: the backward makes its own later.
     tag = f"{torch.compiler.config.cache_key_tag}{cache_tag}"
 
-    def inner(*args: Any, **kwargs: Any) -> Any:
+    def inner(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        rewrite(graph)
         with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches):
-            return compile_fx_inner(*args, **kwargs)
+            return compile_fx_inner(graph, *args, **kwargs)
 
     with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches):
         compiled: Any = compile_fx(
             gm,
             example_inputs,
             inner_compile=inner,
-            decompositions=_Decompositions(tag, {**select_decomp_table(), **decompositions}),
+            decompositions=_Decompositions(tag, {**inductor_decompositions(), **decompositions}),
         )
     found: Callable[..., Any] = compiled
     return found
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor puts in the place of aten's operators before it looks at a graph."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def store_when_lowered(node: torch.fx.Node) -> None:
+    """Let Inductor compute a node of a graph into memory instead of repeating the computation in each use."""
+    node.meta["inductor_realize_to_strides"] = True
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's settings for one compilation: casts and divisions as eager does them, and one form of each reduction.
+
+    Of a reduction over fewer than 256 elements, such as a group's maximum, Inductor compiles three forms for a GPU and
+    measures which is the fastest; where nobody asks for tuning, we let it compile the one that it takes when it must
+    not measure.
+    """
+    from torch._inductor import config
+
+    found: dict[str, Any] = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+    tuned = ("max_autotune", "max_autotune_pointwise")
+    if not any(options.get(name, getattr(config, name)) for name in tuned):
+        found["test_configs.force_filter_reduction_configs"] = True
+    return {**found, **options}
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):

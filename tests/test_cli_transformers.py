@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import olq_fx
-from olq_fx.cli_models import load_transformers
+from olq_fx.optional_packages import load_transformers
 from olq_fx.testing import live_bytes
 
 DATA = Path(__file__).parent / "data"

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import os
 import pickle
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -481,6 +483,46 @@ def test_a_file_that_cannot_be_read(tmp_path):
     for name in ("latin.json", "folder.json", "none.json"):
         with pytest.raises(ConfigurationError, match=name):
             QuantizationConfig.parse(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.mkdir(), "it is a folder, not a regular file"),
+        (lambda path: os.mkfifo(path), "it is a pipe, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+        (lambda path: path.symlink_to("/dev/tty"), "it is a device, not a regular file"),
+        (lambda path: path.symlink_to(path), "cannot read"),
+        (lambda path: path.write_bytes(b"\xff\xfe{}"), "utf-8"),
+    ],
+    ids=["folder", "pipe", "zero", "tty", "loop", "utf-16"],
+)
+def test_only_regular_files_are_read(tmp_path, make, said):
+    """A pipe would wait for ever, and a device has no end."""
+    path = tmp_path / "config.json"
+    make(path)
+    for source in (path, str(path)):
+        with pytest.raises(ConfigurationError, match=r"cannot read the configuration file '.*config.json'") as caught:
+            QuantizationConfig.parse(source)
+        assert said in str(caught.value)
+
+
+def test_a_file_may_not_be_larger_than_a_configuration(tmp_path):
+    path = tmp_path / "config.yaml"
+    with path.open("wb") as file:
+        file.truncate(5 << 30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigurationError) as caught:
+            QuantizationConfig.parse(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).endswith("it has 5368709120 bytes, more than the 16777216 that are read")
+    assert peak < 3 * 16777216
+    path = tmp_path / "config.json"
+    path.write_bytes(b'{"quantization": "fp8"}'.ljust(16777216))
+    assert QuantizationConfig.parse(path) == QuantizationConfig("fp8")
 
 
 def test_values_that_are_huge_deep_or_hold_themselves_end_in_a_short_message():

@@ -1,6 +1,7 @@
 """The testing kit catches what it is for: each helper is shown a right value and a wrong one."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -268,6 +269,27 @@ def test_storage_census_looks_into_converted_weights_and_skips_meta():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False, device="meta"))
     olq_fx.quantize_(model, "int8", ignore=["1"])
     assert testing.live_bytes(model) == 64 * 64 + 64 * 4
+
+
+def test_what_the_profiler_announces_is_withheld_and_nothing_else(capfd, monkeypatch):
+    """It writes to the file descriptor, as do others meanwhile."""
+    start = torch.profiler.profile.start
+
+    def noisy(self):
+        os.write(2, b"USDT: of another kind\n")
+        start(self)
+        os.write(2, b"without an end")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", noisy)
+    with testing.record_allocations():
+        os.write(2, b" and within\n")
+    assert capfd.readouterr() == ("", "USDT: of another kind\nwithout an end and within\n")
+
+
+def test_record_allocations_without_a_standard_error():
+    code = "import os, olq_fx.testing as t; os.close(2)\nwith t.record_allocations() as a: pass\nprint('done')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "done\n"
 
 
 def test_record_allocations():

@@ -1,0 +1,146 @@
+"""Decompositions that take effect after AOTAutograd, each traced once for all calls alike.
+
+    late = LateDecompositions({operator: function})
+    late.table()      for AOTAutograd: decomposes at once what has symbolic extents, and leaves the rest whole
+    late.expand(gm)   puts the traced operations in the place of what was left
+
+A decomposition of twenty operations that AOTAutograd traces is traced, functionalized and matched against all of
+Inductor's patterns anew for every call, though the calls of all layers of a model are alike. Left whole until then, a
+call is one node, and what is put in its place is copied.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from olq_fx import torch_private
+
+_VALUE = "val"
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+Key = tuple[Any, ...]
+
+
+class LateDecompositions:
+    """Decompositions of operators that return a list of tensors, for one compilation."""
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]], others: Mapping[Any, Callable[..., Any]]) -> None:
+        """Trace nothing yet.
+
+        Args:
+            functions: what each operator is in terms of others.
+            others: decompositions of the operators that these functions call.
+        """
+        self._functions = dict(functions)
+        self._others = dict(others)
+        self._traced: dict[Key, GraphModule] = {}
+
+    def table(self) -> dict[Any, Callable[..., Any]]:
+        """A table of decompositions that decline (NotImplemented) a call with static extents."""
+        return {target: _declining(function) for target, function in self._functions.items()}
+
+    def expand(self, gm: GraphModule) -> None:
+        """Replace every call that is left in a graph of aten operators with fake values."""
+        for node in list(gm.graph.nodes):
+            if node.op == "call_function" and node.target in self._functions:
+                traced = self._trace(node)
+                _store_once(node, traced.graph)
+                _replace(node, traced)
+
+    def _trace(self, node: Node) -> GraphModule:
+        inputs = _tensor_nodes(node)
+        fakes: list[Tensor] = [each.meta[_VALUE] for each in inputs]
+        key = (node.target, str(_without(node, inputs)), *map(_described, fakes))
+        if key not in self._traced:
+            function = self._functions[node.target]
+
+            def call(*tensors: Tensor) -> Any:
+                named = dict(zip(inputs, tensors, strict=True))
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), named.__getitem__)
+                return function(*args, **kwargs)
+
+            mode = torch_private.fake_mode_of(fakes)
+            with torch.no_grad(), mode:
+                self._traced[key] = make_fx(call, decomposition_table=self._others)(*fakes)
+        return self._traced[key]
+
+
+def _declining(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        static = all(isinstance(extent, int) for each in tensors for extent in (*each.shape, *each.stride()))
+        return NotImplemented if static else function(*args, **kwargs)
+
+    return decomposed
+
+
+def _tensor_nodes(node: Node) -> list[Node]:
+    return [each for each in node.all_input_nodes if isinstance(each.meta.get(_VALUE), Tensor)]
+
+
+def _without(node: Node, inputs: Sequence[Node]) -> Any:
+    """The arguments of a call with the number of each tensor in its place."""
+    return torch.fx.node.map_arg((node.args, node.kwargs), lambda each: inputs.index(each))
+
+
+def _described(fake: Tensor) -> Key:
+    return tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device
+
+
+def _store_once(node: Node, traced: Graph) -> None:
+    """For a GPU, let the operands of a call, and its results that go into other results, be computed into memory.
+
+    Inductor repeats a computation in each of its uses, with all that it follows from, until it finds it long: then it
+    stores whatever it has come to, which for a norm and a quantization is a float32 intermediate value. It emits fewer
+    and shorter pieces of code if it stores the operand, in half the bytes. Results are stored in any case, and memory
+    that a single kernel uses is never allocated. (For a CPU Inductor emits one loop nest either way.)
+    """
+    operands = map(_source, _tensor_nodes(node))
+    for each in (*filter(_is_pointwise, operands), *map(_source, traced.output_node().all_input_nodes)):
+        if each.op == "call_function" and each.meta[_VALUE].device.type != "cpu":
+            torch_private.store_when_lowered(each)
+
+
+def _is_pointwise(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or target in _CASTS)
+
+
+def _source(node: Node) -> Node:
+    """What a value is a view of."""
+    while node.target in _VIEWS:
+        [node] = node.all_input_nodes
+    return node
+
+
+def _replace(node: Node, traced: GraphModule) -> None:
+    """Put a copy of a traced graph before `node`, let its users read the results, and remove it."""
+    graph: Graph = node.graph
+    copies: dict[Node, Any] = {}
+    inputs = iter(_tensor_nodes(node))
+    with graph.inserting_before(node):
+        for traced_node in traced.graph.nodes:
+            if traced_node.op == "placeholder":
+                copies[traced_node] = next(inputs)
+            elif traced_node.op != "output":
+                copies[traced_node] = _copied(traced_node, node, graph, copies)
+    [results] = traced.graph.output_node().args
+    assert isinstance(results, Sequence)
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(copies[results[user.args[1]]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _copied(traced_node: Node, origin: Node, graph: Graph, copies: Mapping[Node, Any]) -> Node:
+    """A node of a traced graph, with the meta of the call that it is a part of."""
+    made = graph.node_copy(traced_node, copies.__getitem__)
+    made.meta = {**origin.meta, **made.meta}
+    return made
