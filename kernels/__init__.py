@@ -3,9 +3,10 @@
 - `ops`: the operators `torch.ops.olq_fx.*`, their shapes, gradients and decompositions.
 - `reference`: their definition in pure PyTorch, for any device.
 - `native`: C++ kernels for CPUs, bit-equal to the reference: `native_encode.cpp` makes codes and scales,
-  `native_product.cpp` multiplies, `native_integer.cpp` multiplies int8 by int8. Their headers, lowest first:
-  `native_simd.h` (eight floats), `native_format.h` (what a format is), `native_elements.h` (values to codes),
-  `native_decode.h` (codes to values), `native_io.h` (activations in, outputs out), `native_integer.h`.
+  `native_product.cpp` multiplies, `native_few.cpp` few rows, `native_integer.cpp` int8 by int8. Their headers, lowest
+  first: `native_simd.h` (eight floats), `native_format.h` (what a format is), `native_elements.h` (values to codes),
+  `native_codes.h` (codes to numbers), `native_decode.h` (to values), `native_wide.h` (32 at a time), `native_io.h`
+  (activations in, outputs out), `native_few.h`, `native_integer.h`.
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
@@ -15,6 +16,9 @@
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize
   them at once; `triton_fused` launches these.
+- `experts`: a layer of experts in pure PyTorch: a definition too. `triton_routing`: kernels that sort tokens by expert;
+  `triton_sorting` launches them; `triton_grouped`: kernels that multiply the segments of experts; `triton_experts`
+  launches these, and the whole layer.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
 - `triton_catalog`: every launch that ships, by name: for tables of machine code.
 - `registry`: which of them runs a layer, with the reason.

@@ -108,8 +108,7 @@ def _store_once(node: Node, traced: Graph) -> None:
 
 
 def _is_pointwise(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or target in _CASTS)
+    return torch_private.is_pointwise(node.target) or node.target in _CASTS
 
 
 def _source(node: Node) -> Node:

@@ -438,6 +438,11 @@ def enables_grad(node: torch.fx.Node) -> bool:
     return node.target is torch._C._set_grad_enabled and bool(node.args[0])
 
 
+def is_pointwise(target: object) -> bool:
+    """Whether an operator computes each element from the elements at its place, by its tags."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
 def schema_writes(target: object) -> bool:
     """Whether the schema of an operator says that it writes to an argument."""
     return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)

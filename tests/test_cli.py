@@ -55,7 +55,7 @@ COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0"
         ((*KERNELS, "--quantization-config.linear", "fp8", "--fused", "--arch", "l40s"), "(--fused)"),
         (KERNELS, "nvfp4_weight_only"),
         (("kernels", "cases:ready", "-q", "int8", "--no-meta", "--dtype", "bfloat16"), "not measurements"),
-        (("kernels", "--code", "--format", "int8_per_token", "--arch", "sm_120"), "2 kernels for sm_120"),
+        (("kernels", "--code", "--format", "int8_per_token", "--arch", "sm_120"), "kernels for sm_120 by triton"),
         ((*COMPARE, "-q", "mxfp8"), "relative_l2"),
         ((*COMPARE, "-q", "mxfp8", "--fail-under", "cosine=0.9,psnr_db=20"), "all bounds hold"),
         ((*COMPARE, "-q", "none", "--fail-over", "mae=0"), "all bounds hold"),
