@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from expert_samples import meta, meta_stack, quantized, segments_of, stack_of, weight_values
+from expert_samples import meta, meta_rows, meta_stack, quantized, segments_of, stack_of, weight_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from olq_fx.kernels import experts, triton_experts, triton_product
 from olq_fx.kernels.experts import Segments
 from olq_fx.kernels.triton_calls import run
 from olq_fx.kernels.triton_product import Blocking
-from olq_fx.numerics import dequantize, part_specs
+from olq_fx.numerics import dequantize
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
 
@@ -264,12 +264,6 @@ def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability)
             continue
         [code] = assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
         assert "cp.async" in code.ptx, "weights are not read ahead"
-
-
-def meta_rows(format, rows, k):
-    if not format:
-        return [meta((rows, k))]
-    return [meta(spec.shape, spec.dtype) for spec in part_specs(get_format(format), rows, k)]
 
 
 def test_few_rows_an_expert_lie_on_the_narrow_side():
