@@ -9,6 +9,10 @@
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
+- `experts`: what a layer of experts computes, in pure PyTorch; `triton_experts` runs it.
+- `triton_routing`: Triton kernels that sort tokens by expert and add what experts made of them; `triton_sorting`
+  launches them.
+- `triton_grouped`: Triton kernels that multiply the rows of each expert by its weight, and what is between two such.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
 - `registry`: which of them runs a layer, with the reason.
 """

@@ -1,4 +1,4 @@
-"""Layers of experts by Triton kernels: the activation between the products, and the whole on one routing after another."""
+"""Layers of experts by Triton kernels: the activation between the products, and the whole."""
 
 import pytest
 import torch
