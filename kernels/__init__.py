@@ -9,6 +9,7 @@
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
+- `triton_matmul`: Triton kernels that multiply; `triton_product` chooses instruction and tiles, and launches them.
 - `experts`: what a layer of experts computes, in pure PyTorch; `triton_experts` runs it.
 - `triton_routing`: Triton kernels that sort tokens by expert and add what experts made of them; `triton_sorting`
   launches them.
