@@ -16,9 +16,10 @@
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize
   them at once; `triton_fused` launches these.
-- `experts`: a layer of experts in pure PyTorch: a definition too. `triton_routing`: kernels that sort tokens by expert;
-  `triton_sorting` launches them; `triton_grouped`: kernels that multiply the segments of experts; `triton_experts`
-  launches these, and the whole layer.
+- `experts`: what a layer of experts computes, in pure PyTorch; `triton_experts` runs it.
+- `triton_routing`: Triton kernels that sort tokens by expert and add what experts made of them; `triton_sorting`
+  launches them.
+- `triton_grouped`: Triton kernels that multiply the rows of each expert by its weight, and what is between two such.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
 - `triton_catalog`: every launch that ships, by name: for tables of machine code.
 - `registry`: which of them runs a layer, with the reason.

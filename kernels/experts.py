@@ -212,7 +212,7 @@ def _of_expert(
 def gated(hidden: Tensor, activation: Gated) -> Tensor:
     """(M, 2 I) to (M, I) of its dtype, rounded to it wherever PyTorch rounds in eager mode."""
     half, dtype = hidden.shape[1] // 2, hidden.dtype
-    gate, up = (hidden[:, ::2], hidden[:, 1::2]) if activation.interleaved else hidden.split(half, dim=1)
+    gate, up = (hidden[:, ::2], hidden[:, 1::2]) if activation.interleaved else (hidden[:, :half], hidden[:, half:])
     if activation.kind == "clamped":
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         factor = torch.sigmoid((gate.to(torch.float32) * activation.alpha).to(dtype).to(torch.float32)).to(dtype)

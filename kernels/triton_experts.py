@@ -201,7 +201,7 @@ def gated_calls(
     rows, k = hidden.shape[0], hidden.shape[1] // 2
     found = get_format(format) if format else None
     tile = tile_of(found) if found else _PLAIN
-    common = {"KIND": activation.kind, "INTERLEAVED": activation.interleaved}
+    common: dict[str, Any] = {"KIND": activation.kind, "INTERLEAVED": activation.interleaved}
     sizes = (segments.experts, k, activation.alpha, activation.limit)
     if found is None:
         return [_tiles_call("values", hidden, (parts[0], None, None, None, None), segments, sizes, tile, common)]
@@ -263,7 +263,7 @@ def layer_calls(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer, out: Te
     order = torch.empty(m, dtype=torch.int32, device=device)
     segments = Segments(torch.empty(count + 1, dtype=torch.int32, device=device), order, top_k)
     hidden = torch.empty((m, n), dtype=x.dtype, device=device)
-    read = _parts(*x.shape, name, x, torch.empty) if name else [x if x.stride(1) == 1 else x.contiguous()]
+    read = _parts(x.shape[0], x.shape[1], name, x, torch.empty) if name else [x if x.stride(1) == 1 else x.contiguous()]
     between = _parts(m, inner, name, hidden, torch.empty)
     # A token with one choice has one product: its weight is applied where that is written.
     single = top_k == 1

@@ -109,9 +109,10 @@ def _gated_tile(
         up = load_tile(hidden + K, row_stride, 1, rows, columns, R, K)
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     if KIND == "clamped":
+        bound = _rounded(tl.zeros(gate.shape, dtype=tl.float32) + limit, DTYPE)
         # Comparisons keep NaN, which a minimum drops.
-        gate = tl.where(gate > limit, _rounded(limit, DTYPE), gate)
-        up = tl.where(up > limit, _rounded(limit, DTYPE), tl.where(up < -limit, -_rounded(limit, DTYPE), up))
+        gate = tl.where(gate > bound, bound, gate)
+        up = tl.where(up > bound, bound, tl.where(up < -bound, -bound, up))
         sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-_rounded(gate * alpha, DTYPE)))
         value = _rounded(gate * _rounded(sigmoid, DTYPE), DTYPE)
         up = _rounded(up + 1.0, DTYPE)

@@ -57,10 +57,7 @@ def place_pairs(
     pairs = chunk * BLOCK + tl.arange(0, BLOCK)
     experts = _experts_of(ids, pairs, R, E)
     bins = tl.arange(0, BINS)
-    if counts is None:
-        sizes = tl.histogram(experts, BINS)
-    else:
-        sizes = tl.load(totals + bins, mask=bins <= E, other=0)
+    sizes = tl.histogram(experts, BINS) if counts is None else tl.load(totals + bins, mask=bins <= E, other=0)
     starts = tl.cumsum(sizes, axis=0) - sizes
     if chunk == 0:
         tl.store(offsets + bins, starts, mask=bins <= E)

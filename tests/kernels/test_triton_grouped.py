@@ -1,10 +1,8 @@
-"""Products of ragged segments by Triton kernels: every pair of formats within the derived bound, whatever the routing."""
-
-import dataclasses
+"""Products of ragged segments by Triton kernels: every pair of formats within the derived bound."""
 
 import pytest
 import torch
-from expert_samples import meta, meta_stack, quantized, segments_of, stack_of, weight_values
+from expert_samples import meta, meta_rows, meta_stack, quantized, segments_of, stack_of, weight_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +12,7 @@ from olq_fx.kernels import experts, triton_experts, triton_product
 from olq_fx.kernels.experts import Segments
 from olq_fx.kernels.triton_calls import run
 from olq_fx.kernels.triton_product import Blocking
-from olq_fx.numerics import dequantize, part_specs
+from olq_fx.numerics import dequantize
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
 
@@ -266,12 +264,6 @@ def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability)
         assert "cp.async" in code.ptx, "weights are not read ahead"
 
 
-def meta_rows(format, rows, k):
-    if not format:
-        return [meta((rows, k))]
-    return [meta(spec.shape, spec.dtype) for spec in part_specs(get_format(format), rows, k)]
-
-
 def test_few_rows_an_expert_lie_on_the_narrow_side():
     found = get_format("fp8_per_token"), get_format("fp8_per_channel_static")
     a = triton_product.operand_of(meta_rows(found[0].name, 64, 256), found[0].name)
@@ -281,4 +273,3 @@ def test_few_rows_an_expert_lie_on_the_narrow_side():
         chosen = triton_experts.grouped_blocking_of(m, count, a, b, instruction, 90)
         assert (chosen.block_m, chosen.swap) == (block_m, True)
     assert not triton_experts.grouped_blocking_of(8192, 8, a, b, instruction, 90).swap
-    assert dataclasses.replace(instruction, parts=1) == instruction

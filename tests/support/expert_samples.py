@@ -80,3 +80,10 @@ def meta_stack(experts, n, k, format, bias=False):
     return Stack(
         [meta((experts, *spec.shape), spec.dtype) for spec in specs], format, meta((experts, n)) if bias else None
     )
+
+
+def meta_rows(format, rows, k):
+    """An activation of (rows, k) without values."""
+    if not format:
+        return [meta((rows, k))]
+    return [meta(spec.shape, spec.dtype) for spec in numerics.part_specs(get_format(format), rows, k)]

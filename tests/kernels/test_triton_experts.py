@@ -1,0 +1,254 @@
+"""Layers of experts by Triton kernels: the activation between the products, and the whole."""
+
+import pytest
+import torch
+from expert_samples import meta, meta_rows, meta_stack, segments_of, stack_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from olq_fx.formats import FORMATS, get_format
+from olq_fx.kernels import experts, reference, triton_experts, triton_quantize, triton_sorting
+from olq_fx.kernels.experts import Gated, Layer
+from olq_fx.schemes import SCHEMES
+from olq_fx.testing import (
+    FLOAT_DTYPES,
+    assert_kernel_code,
+    assert_kernel_values,
+    assert_same_bits,
+    assert_sqnr,
+    tensors,
+)
+
+ACTIVATIONS = [(name, rule) for name, found in FORMATS.items() if found.activation for rule in found.rules]
+KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
+CAPABILITIES = (80, 89, 90, 100, 120)
+
+
+def close_to_rounding(hidden, interleaved):
+    """Equal, but where `exp` and `erf` of two libraries round to neighbours: a step of the dtype for each rounding."""
+    gate, up = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, 1)
+    size = gate.double().abs() * up.double().abs()
+
+    def compare(actual, expected):
+        wanted = expected.double()
+        same = (actual == expected) | (expected.isnan() & actual.isnan())
+        # In the lower tail of gelu 1 + erf cancels: of that the size of its step at 1 is known.
+        limit = 8 * torch.finfo(expected.dtype).eps * wanted.abs() + 2.0**-22 * size
+        assert (same | ((actual.double() - wanted).abs() <= limit)).all()
+        if expected.dtype != torch.float32:
+            assert (same | (wanted.abs() < 1e-3 * size)).double().mean() > 0.98
+
+    return compare
+
+
+def plain(hidden, activation, lengths):
+    return triton_experts.gated_parts(hidden, activation, segments_of(lengths), "", "")[0]
+
+
+def expected_plain(hidden, activation, lengths):
+    mine = torch.arange(len(hidden)) < sum(lengths)
+    return torch.where(mine[:, None], experts.gated(hidden, activation), 0.0).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_the_activation_is_rounded_where_eager_rounds(interpreter, kind, dtype, interleaved):
+    hidden = (torch.randn(19, 600) * 4).to(dtype)
+    hidden[2, :7], hidden[3, 5] = 0.0, torch.nan
+    if kind != "gelu":  # of Inf in bf16 or fp16, PyTorch's for a CPU makes NaN
+        hidden[4, 9] = torch.inf
+    args = (hidden, Gated(kind, interleaved), [3, 0, 10, 4])
+    compare = close_to_rounding(hidden, interleaved)
+    y = assert_kernel_values(interpreter, plain, expected_plain, *args, compare=compare)
+    assert (y[17:] == 0).all()
+
+
+def test_the_reference_is_what_models_compute():
+    hidden = torch.randn(9, 64).bfloat16()
+    gate, up = hidden.chunk(2, 1)
+    assert_same_bits(experts.gated(hidden, Gated("silu")), torch.nn.functional.silu(gate) * up)
+    assert_same_bits(experts.gated(hidden, Gated("gelu")), torch.nn.functional.gelu(gate) * up)
+    gate, up = hidden[:, ::2].clamp(max=7.0), hidden[:, 1::2].clamp(-7.0, 7.0)
+    expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    assert_same_bits(experts.gated(hidden, Gated("clamped", interleaved=True)), expected)
+
+
+def both(hidden, activation, lengths, format, rule, native):
+    """Quantized by the kernel of the activation, and by another one after it."""
+    segments, end = segments_of(lengths), sum(lengths)
+    fused = triton_experts.gated_parts(hidden, activation, segments, format, rule, native)
+    values = triton_experts.gated_parts(hidden, activation, segments, "", "", native)[0]
+    apart = triton_quantize.quantize(values[:end], format, rule, native)
+    return [part[: len(other)] for part, other in zip(fused, apart, strict=True)], apart, fused
+
+
+@pytest.mark.parametrize(("format", "rule"), ACTIVATIONS)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_codes_and_scales_are_those_of_the_two_kernels_apart(interpreter, format, rule, data):
+    hidden = data.draw(tensors(rows=(1, 40), columns=(2, 700), nonfinite=data.draw(st.booleans())))
+    hidden = hidden[:, : hidden.shape[1] // 2 * 2]
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    if sum(lengths) > len(hidden):
+        lengths = [len(hidden)]
+    activation = Gated(data.draw(st.sampled_from(KINDS)), data.draw(st.booleans()))
+    args = (hidden, activation, lengths, format, rule, data.draw(st.booleans()))
+    fused, apart, whole = interpreter.call(both, *args)
+    if not sum(lengths):  # a scale of no rows is of no use
+        fused, apart = fused[:1], apart[:1]
+    assert_same_bits(fused, apart, any_nan=True)
+    if get_format(format).group[0] == 1:
+        assert not any(part[sum(lengths) :].view(torch.uint8).any() for part in whole)
+
+
+@pytest.mark.parametrize("format", ["fp8_per_token", "nvfp4_per_token", "int8_per_token"])
+def test_rows_longer_than_a_tile(interpreter, format):
+    hidden = torch.randn(5, 9002).bfloat16()
+    hidden[2, 4400] = torch.nan
+    fused, apart, _ = interpreter.call(both, hidden, Gated("silu"), [1, 3], format, "amax", True)
+    assert_same_bits(fused, apart, any_nan=True)
+
+
+def layer_of(scheme, count, h, inner, gated=None, bias=False, shards=1):
+    slot = SCHEMES[scheme].moe
+    gated = gated or Gated("silu")
+    w, v = torch.randn(count, 2 * inner, h) / h**0.5, torch.randn(count, h, inner) / inner**0.5
+    biases = (torch.randn(count, 2 * inner), torch.randn(count, h)) if bias else (None, None)
+    activation = slot.activation or ""
+    return Layer(
+        stack_of(w, slot.weight, biases[0], shards, gated.interleaved),
+        stack_of(v, slot.weight, biases[1]),
+        gated,
+        activation,
+        get_format(activation).activation_rule if activation else "",
+    )
+
+
+def check_layer(interpreter, layer, tokens, top_k, beyond=1, dtype=torch.bfloat16, h=96):
+    """Bits of the steps one by one; close to the reference, whose products may round to neighbours."""
+    count = layer.gate_up.parts[0].shape[0]
+    x, ids = torch.randn(tokens, h).to(dtype), torch.randint(0, count + beyond, (tokens, top_k))
+    weights = torch.rand(tokens, top_k)
+    y, apart = interpreter.call(together_and_apart, x, ids, weights, layer)
+    assert_same_bits(y, apart)
+    assert_sqnr(y, experts.layer(x, ids, weights, layer), 35)
+    return y
+
+
+def together_and_apart(x, ids, weights, layer):
+    y = triton_experts.layer(x, ids, weights, layer, 90)
+    again = triton_experts.layer(x, ids, weights, layer, 90)
+    assert_same_bits(y, again)
+    count, name = layer.gate_up.parts[0].shape[0], layer.activation_format
+    segments = triton_sorting.route(ids, count)
+    parts = triton_quantize.quantize(x, name, layer.rule) if name else [x]
+    args = (layer.gate_up, x.shape[1], x.dtype, segments)
+    hidden = triton_experts.grouped_linear(parts, name, *args, gather=True, capability=90)
+    between = triton_experts.gated_parts(hidden, layer.gated, segments, name, layer.rule)
+    args = (layer.down, hidden.shape[1] // 2, x.dtype, segments)
+    rows = triton_experts.grouped_linear(between, name, *args, scatter=True, capability=90)
+    return y, triton_sorting.combine(rows, ids, weights, count)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_is_its_steps(interpreter, scheme):
+    check_layer(interpreter, layer_of(scheme, 5, 96, 72, bias=True), tokens=20, top_k=2)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
+@pytest.mark.parametrize("scheme", ["fp8_per_block", "mxfp4", "fp8_weight_only"])
+def test_every_number_of_choices_an_expert_chosen_twice_and_none_of_ours(interpreter, scheme, top_k):
+    layer = layer_of(scheme, 4, 96, 40, Gated("clamped", interleaved=True))
+    check_layer(interpreter, layer, tokens=9, top_k=top_k, beyond=3)
+    x, ids, weights = torch.randn(6, 96), torch.full((6, top_k), 4), torch.rand(6, top_k)
+    assert (interpreter.call(triton_experts.layer, x, ids, weights, layer, 90) == 0).all()
+
+
+def test_a_layer_with_scales_of_whole_shards(interpreter):
+    for gated in (Gated("gelu"), Gated("silu", interleaved=True)):
+        layer = layer_of("fp8_per_tensor", 3, 96, 40, gated, shards=2)
+        assert layer.gate_up.shards == 2
+        check_layer(interpreter, layer, tokens=12, top_k=2)
+
+
+def test_many_tokens_and_none(interpreter):
+    layer = layer_of("fp8_per_channel", 3, 96, 40)
+    check_layer(interpreter, layer, tokens=300, top_k=2, dtype=torch.float16)
+    for tokens, top_k in ((0, 2), (4, 0)):
+        args = (torch.randn(tokens, 96), torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(tokens, top_k))
+        assert torch.equal(interpreter.call(triton_experts.layer, *args, layer, 90), torch.zeros(tokens, 96))
+
+
+def test_a_token_with_nan_is_nan_and_no_other_one(interpreter):
+    layer = layer_of("mxfp8", 4, 96, 64)
+    x, ids, weights = torch.randn(10, 96).bfloat16(), torch.arange(20).reshape(10, 2) % 4, torch.rand(10, 2)
+    x[3, 7] = torch.nan
+    y = interpreter.call(triton_experts.layer, x, ids, weights, layer, 90)
+    assert y[3].isnan().all()
+    assert y.isfinite().all(1).sum() == 9
+
+
+def test_the_reference_is_a_loop_over_tokens():
+    """With values that dequantize to themselves, against float64."""
+    layer = layer_of("fp8_weight_only", 4, 32, 24)
+    x, ids, weights = torch.randn(7, 32), torch.randint(0, 5, (7, 3)), torch.rand(7, 3)
+    expected = torch.zeros(7, 32, dtype=torch.float64)
+    for token, choices in enumerate(ids.tolist()):
+        for choice, expert in enumerate(choices):
+            if expert == 4:
+                continue
+            up, down = (
+                reference.dequantize([part[expert] for part in stack.parts], stack.format, k, torch.float32).double()
+                for stack, k in ((layer.gate_up, 32), (layer.down, 24))
+            )
+            gate, factor = (up @ x[token].double()).chunk(2)
+            inner = torch.nn.functional.silu(gate) * factor
+            expected[token] += weights[token, choice].double() * (down @ inner)
+    torch.testing.assert_close(experts.layer(x, ids, weights, layer).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def meta_layer(scheme, count=64, h=4096, inner=1536):
+    slot = SCHEMES[scheme].moe
+    activation = slot.activation or ""
+    rule = get_format(activation).activation_rule if activation else ""
+    up, down = meta_stack(count, 2 * inner, h, slot.weight), meta_stack(count, h, inner, slot.weight)
+    return Layer(up, down, Gated("silu"), activation, rule)
+
+
+def meta_calls(scheme, tokens, top_k, capability):
+    layer, weights = meta_layer(scheme), meta((tokens, top_k), torch.float32)
+    x, ids = meta((tokens, 4096)), meta((tokens, top_k), torch.int64)
+    return triton_experts.layer_calls(x, ids, weights, layer, meta((tokens, 4096)), capability)
+
+
+def test_launches_follow_from_shapes_alone_and_are_few():
+    """On tensors without values: nothing can wait for the device."""
+    names = [call.kernel.__name__ for call in meta_calls("fp8_per_block", 8, 8, 90)]
+    product = ["tile_table", "grouped_product"]
+    assert names == ["place_pairs", "quantize_tiles", *product, "gated_tiles", *product, "combine"]
+    names = [call.kernel.__name__ for call in meta_calls("mxfp4_weight_only", 4096, 1, 90)]
+    assert names == ["count_experts", "sum_counts", "place_pairs", *product, "gated_tiles", *product]
+
+
+def test_few_tokens_read_no_more_weights_than_they_chose():
+    """No tile stands for an expert without rows."""
+    for tokens, tiles in ((1, 8), (8, 64), (64, 64 + 28)):
+        calls = [call for call in meta_calls("fp8_per_block", tokens, 8, 90) if "product" in call.kernel.__name__]
+        assert [call.grid[0] for call in calls] == [tiles * 3072 // 128, tiles * 4096 // 128]
+
+
+PAIRS = [("silu", False, *each) for each in [*ACTIVATIONS, ("", "")]]
+PAIRS += [(kind, interleaved, "fp8_per_token", "amax") for kind in KINDS for interleaved in (False, True)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("kind", "interleaved", "format", "rule"), PAIRS)
+def test_the_code_of_the_activation_stays_in_registers(kind, interleaved, format, rule, capability):
+    hidden, native = meta((4096, 3072)), capability >= 89
+    parts = meta_rows(format, 4096, 1536)
+    for call in triton_experts.gated_calls(
+        hidden, Gated(kind, interleaved), segments_of([1]), parts, format, rule, native
+    ):
+        [code] = assert_kernel_code(call.kernel, call.args, call.constants, {capability: ""}, **call.options)
+        assert "div.full" not in code.ptx, "a division that is not rounded correctly"
