@@ -16,7 +16,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def test_there_are_notebooks():
-    assert [path.name for path in NOTEBOOKS][:2] == ["01_quickstart.ipynb", "02_configuration.ipynb"]
+    assert [path.stem for path in NOTEBOOKS] == ["01_quickstart", "02_configuration", "03_numerics_and_kernels"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

@@ -207,7 +207,40 @@ def blocks_and_units() -> tuple[Tensor, Tensor | None]:
     ties, limits = exact * unit[:, None], torch.rand(1024, 16, generator=_seeded(9)) * unit[:, None] * 1792.0
     limits[:, 0] = 448.0 * (4.0 * unit)
     _bits(limits)[:512, 0] += torch.randint(-1, 2, (512,), generator=_seeded(10), dtype=torch.int32)
-    return torch.cat((groups, ties, limits, limits)), torch.cat((near, unit, unit, unit * 0.9))
+    between, units = _between_four_and_six(1024)
+    return torch.cat((groups, ties, limits, between)), torch.cat((near, unit, unit, units))
+
+
+def _between_four_and_six(count: int) -> tuple[Tensor, Tensor]:
+    """(count, 16) blocks and their global scales: pairs that differ in one bit and in whether 4 or 6 is better.
+
+    Rounding alone decides there, so that a quotient which is not rounded correctly shows.
+    """
+    candidates = 64 * count
+    blocks = torch.rand(candidates, 16, generator=_seeded(11)) * 2 - 1
+    unit = torch.rand(candidates, generator=_seeded(12)) + 0.5
+    blocks[:, 0], blocks[:, 4:] = 1.0, 0.0
+    blocks *= (unit * (torch.rand(candidates, generator=_seeded(13)) * 1500 + 20))[:, None]
+    low, high = torch.zeros(candidates, dtype=torch.int32), _bits(blocks[:, 0].contiguous())
+    chosen = (_is_four(blocks, unit, low) != _is_four(blocks, unit, high)).nonzero()[: count // 2, 0]
+    assert len(chosen) == count // 2, "too few candidates"
+    blocks, unit, low, high = blocks[chosen], unit[chosen], low[chosen], high[chosen]
+    at_low = _is_four(blocks, unit, low)
+    for _ in range(32):
+        middle = (low + high) // 2
+        same = _is_four(blocks, unit, middle) == at_low
+        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+    return torch.cat([_with_second(blocks, bits) for bits in (low, high)]), unit.repeat(2)
+
+
+def _with_second(blocks: Tensor, bits: Tensor) -> Tensor:
+    return torch.cat((blocks[:, :1], bits.view(torch.float32)[:, None], blocks[:, 2:]), 1)
+
+
+def _is_four(blocks: Tensor, unit: Tensor, bits: Tensor) -> Tensor:
+    """Of each block, with these bits as its second number, whether its scale has the maximum at 4."""
+    groups = _with_second(blocks, bits)
+    return _nvfp4_scale("four_over_six")(groups, unit) != _nvfp4_scale("amax")(groups, unit)
 
 
 def _grouped(groups: Tensor) -> tuple[Tensor, Tensor]:
