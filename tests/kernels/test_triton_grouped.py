@@ -233,7 +233,10 @@ INSTRUCTIONS = {
     ("int8", 80): r"^mma\.sync.*s8",
     ("int8", 89): r"^mma\.sync.*s8",
     ("int8", 90): r"^wgmma.*s8",
+    ("int8", 100): r"^mma\.sync.*s8",
     ("int8", 120): r"^mma\.sync.*s8",
+    ("scaled", 100): r"^tcgen05.*block_scale",
+    ("scaled", 120): r"^mma\.sync.*block_scale",
     ("bf16", 80): r"^mma\.sync.*bf16",
     ("bf16", 89): r"^mma\.sync.*bf16",
     ("bf16", 90): r"^wgmma.*bf16",
@@ -257,9 +260,7 @@ def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability)
             tail=False,
             capability=capability,
         )[-1]
-        wanted = INSTRUCTIONS.get((call.constants["DOT"], capability))
-        if wanted is None:
-            continue
+        wanted = INSTRUCTIONS[call.constants["DOT"], capability]
         [code] = assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
         assert "cp.async" in code.ptx, "weights are not read ahead"
 
