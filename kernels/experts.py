@@ -231,7 +231,7 @@ def combine(rows: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     Args:
         rows: (T x k, H).
         ids: (T, k): rows of pairs that belong to nobody are not read.
-        weights: (T, k) float32.
+        weights: (T, k), taken as float32.
         experts: E.
 
     Returns:
@@ -241,7 +241,7 @@ def combine(rows: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     mine = (ids >= 0) & (ids < experts)
     total = torch.zeros((ids.shape[0], rows.shape[1]), dtype=torch.float32, device=rows.device)
     for choice in range(ids.shape[1]):
-        term = by_token[:, choice].to(torch.float32) * weights[:, choice, None]
+        term = by_token[:, choice].to(torch.float32) * weights[:, choice, None].to(torch.float32)
         total = total + torch.where(mine[:, choice, None], term, 0.0)
     return total.to(rows.dtype)
 
@@ -255,12 +255,16 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> Tensor:
     Args:
         x: (T, H) of a floating dtype.
         ids: (T, k).
-        weights: (T, k) float32.
+        weights: (T, k), taken as float32.
         experts: the weights.
 
     Returns:
         (T, H) of the dtype of `x`.
+
+    Raises:
+        ConversionError: operands do not fit.
     """
+    check_layer(x, ids, weights, experts)
     segments, name = route(ids, experts.gate_up.parts[0].shape[0]), experts.activation_format
 
     def activations(values: Tensor) -> Sequence[Tensor]:
@@ -297,21 +301,7 @@ def check_grouped(
         ConfigurationError: no format has that name.
     """
     rows = reference.check_quantized_activation(x, activation_format, k)
-    experts, n, shards = segments.experts, stack.parts[0].shape[1], stack.shards
-    for part, spec in zip(stack.parts, numerics.part_specs(get_format(stack.format), n, k), strict=True):
-        sharded = shards > 1 and spec.shape == (1, 1)
-        shape = (experts, shards if sharded else spec.shape[0], spec.shape[1])
-        if tuple(part.shape) != shape or part.dtype != spec.dtype:
-            raise ConversionError(
-                f"{spec.name} of {experts} experts of shape ({n}, {k}) in {stack.format} is {spec.dtype} {shape}, "
-                f"not {part.dtype} {tuple(part.shape)}"
-            )
-    if n % shards:
-        raise ConversionError(f"{n} rows of a weight cannot be {shards} shards")
-    if stack.bias is not None and tuple(stack.bias.shape) != (experts, n):
-        raise ConversionError(
-            f"the bias of {experts} experts has shape ({experts}, {n}), not {tuple(stack.bias.shape)}"
-        )
+    check_stack(stack, segments.experts, stack.parts[0].shape[1], k)
     m = rows if segments.order is None else segments.order.shape[0]
     if (gather or scatter) and segments.order is None:
         raise ConversionError("rows can be gathered and scattered only with an order")
@@ -320,3 +310,48 @@ def check_grouped(
     if weights is not None and (weights.numel() != m or weights.dtype != torch.float32):
         raise ConversionError(f"the weights of {m} rows are float32, not {weights.dtype} {tuple(weights.shape)}")
     return m
+
+
+def check_stack(stack: Stack, experts: int, n: int, k: int) -> None:
+    """Hold the weights (n, k) of `experts` experts to their format.
+
+    Raises:
+        ConversionError: number, shapes or dtypes of the parts are others, or the bias has another shape.
+        ConfigurationError: no format has that name.
+    """
+    specs, shards = numerics.part_specs(get_format(stack.format), n, k), stack.shards
+    for part, spec in itertools.zip_longest(stack.parts, specs):
+        sharded = spec is not None and spec.shape == (1, 1) and spec.name != "codes"
+        shape = None if spec is None else (experts, shards if sharded else spec.shape[0], spec.shape[1])
+        if part is None or spec is None or tuple(part.shape) != shape or part.dtype != spec.dtype:
+            wanted = "nothing more" if spec is None else f"{spec.name} {spec.dtype} {shape}"
+            given = "nothing" if part is None else f"{part.dtype} {tuple(part.shape)}"
+            raise ConversionError(
+                f"weights ({n}, {k}) of {experts} experts in {stack.format} have {wanted}; given: {given}"
+            )
+    if n % shards:
+        raise ConversionError(f"{n} rows of a weight cannot be {shards} shards")
+    if stack.bias is not None and tuple(stack.bias.shape) != (experts, n):
+        raise ConversionError(
+            f"the bias of {experts} experts has shape ({experts}, {n}), not {tuple(stack.bias.shape)}"
+        )
+
+
+def check_layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> None:
+    """Hold the operands of `layer` to each other by their shapes.
+
+    Raises:
+        ConversionError: one of them does not fit.
+        ConfigurationError: no format has that name.
+    """
+    h = reference.check_activation(x)[1]
+    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0] or ids.is_floating_point():
+        raise ConversionError(
+            f"{x.shape[0]} tokens choose by integers ({x.shape[0]}, k) and as many weights, not by {ids.dtype} "
+            f"{tuple(ids.shape)} and {tuple(weights.shape)}"
+        )
+    count, n = experts.gate_up.parts[0].shape[:2]
+    if n % 2:
+        raise ConversionError(f"gate and up cannot be merged in {n} rows")
+    check_stack(experts.gate_up, count, n, h)
+    check_stack(experts.down, count, h, n // 2)

@@ -13,7 +13,7 @@ from torch import Tensor
 from olq_fx import numerics
 from olq_fx.formats import get_format
 from olq_fx.kernels import experts, triton_grouped
-from olq_fx.kernels.experts import Gated, Layer, Segments, Stack
+from olq_fx.kernels.experts import Gated, Layer, Segments, Stack, check_layer
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.triton_product import Blocking, Instruction, Operand, instruction_of, operand_of
 from olq_fx.kernels.triton_quantize import Tile, by_row, coarse_columns, constants_of, quantize_calls, tile_of
@@ -120,7 +120,7 @@ def grouped_calls(
     tensors = (a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale)
     strides = (a.codes.stride(0), *a.strides, *b.codes.stride()[:2], *_strides(b.inner_scale), *_strides(b.outer_scale))
     args = (
-        *(*tensors, stack.bias, weights, out, table, segments.order),
+        *(*tensors, None if stack.bias is None else stack.bias.contiguous(), weights, out, table, segments.order),
         *(tiles, x[0].shape[0], segments.experts, n, k, *strides),
     )
     constants = {
@@ -244,14 +244,18 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer, capability: i
     Args:
         x: (T, H).
         ids: (T, k) integers.
-        weights: (T, k) float32.
+        weights: (T, k), taken as float32.
         experts: the weights of the layer.
         capability: of the GPU, 90 for sm_90.
+
+    Raises:
+        ConversionError: operands do not fit.
     """
+    check_layer(x, ids, weights, experts)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0 or ids.numel() == 0:
         return out.zero_()
-    run(layer_calls(x, ids.contiguous(), weights.contiguous(), experts, out, capability))
+    run(layer_calls(x, ids.contiguous(), weights.to(torch.float32).contiguous(), experts, out, capability))
     return out
 
 

@@ -87,7 +87,7 @@ def combine(rows: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     if ids.numel() == 0:
         return out.zero_()
     if out.numel():
-        run(combine_calls(rows.contiguous(), ids.contiguous(), weights.contiguous(), experts, out))
+        run(combine_calls(rows.contiguous(), ids.contiguous(), weights.to(torch.float32).contiguous(), experts, out))
     return out
 
 

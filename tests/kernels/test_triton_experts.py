@@ -1,14 +1,17 @@
 """Layers of experts by Triton kernels: the activation between the products, and the whole."""
 
+import dataclasses
+
 import pytest
 import torch
 from expert_samples import meta, meta_rows, meta_stack, segments_of, stack_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from olq_fx.errors import ConversionError
 from olq_fx.formats import FORMATS, get_format
 from olq_fx.kernels import experts, reference, triton_experts, triton_quantize, triton_sorting
-from olq_fx.kernels.experts import Gated, Layer
+from olq_fx.kernels.experts import Gated, Layer, Stack
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import (
     FLOAT_DTYPES,
@@ -178,6 +181,34 @@ def test_many_tokens_and_none(interpreter):
     for tokens, top_k in ((0, 2), (4, 0)):
         args = (torch.randn(tokens, 96), torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(tokens, top_k))
         assert torch.equal(interpreter.call(triton_experts.layer, *args, layer, 90), torch.zeros(tokens, 96))
+
+
+def test_weights_of_tokens_in_their_dtype(interpreter):
+    layer, ids = layer_of("fp8_per_channel", 3, 96, 40), torch.randint(0, 3, (8, 2))
+    x, weights = torch.randn(8, 96).bfloat16(), torch.rand(8, 2).bfloat16()
+    args = [interpreter.call(triton_experts.layer, x, ids, each, layer, 90) for each in (weights, weights.float())]
+    assert_same_bits(*args)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": torch.zeros(8, 2)}, "choose by integers"),
+        ({"ids": torch.zeros(8, 3, dtype=torch.int64)}, "8 tokens choose"),
+        ({"x": torch.randn(8, 64)}, r"weights \(80, 64\) of 3 experts"),
+        ({"down": stack_of(torch.randn(2, 96, 40), "fp8_per_channel_static")}, r"weights \(96, 40\) of 3 experts"),
+        ({"down": Stack([torch.zeros(3, 96, 40).to(torch.int8)], "int8_per_channel_static")}, "given: nothing"),
+    ],
+    ids=str,
+)
+def test_operands_that_do_not_fit_are_refused_by_name(change, message):
+    layer = layer_of("fp8_per_channel", 3, 96, 40)
+    layer = dataclasses.replace(layer, down=change.get("down", layer.down))
+    x, ids = change.get("x", torch.randn(8, 96)), change.get("ids", torch.zeros(8, 2, dtype=torch.int64))
+    with pytest.raises(ConversionError, match=message):
+        experts.layer(x, ids, torch.rand(8, 2), layer)
+    with pytest.raises(ConversionError, match=message):
+        triton_experts.layer(x, ids, torch.rand(8, 2), layer, 90)
 
 
 def test_a_token_with_nan_is_nan_and_no_other_one(interpreter):
