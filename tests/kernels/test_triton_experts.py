@@ -24,7 +24,8 @@ from olq_fx.testing import (
 
 ACTIVATIONS = [(name, rule) for name, found in FORMATS.items() if found.activation for rule in found.rules]
 KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
-CAPABILITIES = (80, 89, 90, 100, 120)
+# One in the default run; the others, and the golden table of all kernels, with the slow tests.
+CAPABILITIES = (90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100, 120)))
 
 
 def close_to_rounding(hidden, interleaved):

@@ -25,7 +25,8 @@ from olq_fx.kernels.triton_calls import run
 from olq_fx.kernels.triton_fused import Target
 from olq_fx.testing import assert_kernel_code, assert_kernel_values, assert_same_bits
 
-CAPABILITIES = (80, 89, 90, 100, 120)
+# One in the default run; the others, and the golden table of all kernels, with the slow tests.
+CAPABILITIES = (90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100, 120)))
 NATIVE = st.booleans()
 PLAIN = Norm()
 TORCH = {
