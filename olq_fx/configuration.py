@@ -47,7 +47,8 @@ class QuantizationConfig:
 
     Attributes:
         quantization: canonical name of the scheme, or None.
-        linear: weight and activation format of dense layers; None leaves them alone.
+        linear: weight and activation format of dense layers; None leaves them alone. With the weight format
+            `schemes.KEPT` (an activation given alone) it is for weights that are quantized already.
         moe: the same of expert layers.
         ignore: patterns of layers to leave alone.
         targets: (pattern, Slot) pairs, sorted by pattern; with targets there are no `linear` and `moe`.

@@ -12,7 +12,7 @@ from olq_fx.configuration_sources import wrong_type
 from olq_fx.errors import ConfigurationError, nearest, shown
 from olq_fx.formats import FORMATS, Format
 from olq_fx.patterns import compile_pattern
-from olq_fx.schemes import ALIASES, ONLINE, SCHEMES, Slot, canonical, get_scheme
+from olq_fx.schemes import ALIASES, KEPT, ONLINE, SCHEMES, Slot, canonical, get_scheme
 
 SlotLike: TypeAlias = "Slot | str | Mapping[str, str | None] | None"
 
@@ -108,10 +108,15 @@ def _slot_of_sides(where: str, sides: Mapping[object, object], base: Slot | None
         _check_side(where, key)
     if not sides:
         raise ConfigurationError(f"{where} is empty; name its weight format, its activation format or both")
-    if "weight" not in sides and base is None:
-        raise ConfigurationError(f"{where} has no weight format, and there is no scheme to take one from")
-    named = sides.get("weight", base and base.weight)
     activation = _side(where, "activation", sides.get("activation"))
+    if "weight" not in sides and base is None:
+        if where not in ("linear", "moe"):
+            raise ConfigurationError(
+                f"{where} has no weight format, and there is no scheme to take one from; an activation alone, for "
+                "weights that are quantized already, stands under 'linear' or 'moe'"
+            )
+        return Slot(KEPT, None if activation is None else _activation_format(where, activation).name)
+    named = sides.get("weight", base and base.weight)
     name = _side(where, "weight", named)
     if name is None:
         if activation is not None:
@@ -240,6 +245,7 @@ def parse_scale_rules(value: object) -> ScaleRules:
 
 def slot_to_dict(slot: Slot | None) -> dict[str, str | None]:
     """The `{weight, activation}` of a slot, both None for a kind that is left alone."""
-    return (
-        {"weight": None, "activation": None} if slot is None else {"weight": slot.weight, "activation": slot.activation}
-    )
+    if slot is None:
+        return {"weight": None, "activation": None}
+    sides = {} if slot.keeps_weight else {"weight": slot.weight}
+    return {**sides, "activation": slot.activation}

@@ -3,12 +3,14 @@
     preflight(model, rows, allow_nonfinite=False)      raises ConversionError; changes nothing
     execute(model, plan, report, device=None, progress=False)   converts what the plan says, marks the report
     convert_row(model, row, device=None)               one weight, in every module that holds it
+    override_row(model, row)                           other activations for a weight that is converted
     dequantize_(model)                                 original precision back
 
 A weight on meta (or fake) becomes pending. Peak memory above what was there: the converted form of one weight and
 bounded temporaries.
 """
 
+import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -95,6 +97,10 @@ def execute(
             report.mark(row.path, "pending" if weight.pending is not None else "converted")
             done.append(row.path)
             del weight
+        for row in plan.rows:
+            if row.decision == "override":
+                override_row(model, row)
+                report.mark(row.path, "overridden")
         if device is not None:
             _move_rest(model, device)
     except BaseException as error:
@@ -127,6 +133,23 @@ def convert_row(model: nn.Module, row: PlanRow, *, device: torch.device | None =
         sites = {(id(module), leaf): (module, leaf) for module, leaf in map(_site(model), row.names)}
         _install(list(sites.values()), parameter)
     return parameter
+
+
+def override_row(model: nn.Module, row: PlanRow) -> None:
+    """Give a converted weight, which stays what and where it is, the activations of a row.
+
+    Raises:
+        ConversionError: it is not converted any more.
+    """
+    weight = _parameter(model, row.path)
+    if not isinstance(weight, QuantizedWeight) or row.slot is None:
+        raise ConversionError(f"{row.path}: it is not quantized any more, so that its activations cannot be changed")
+    weight.spec = dataclasses.replace(
+        weight.spec,
+        activation=row.slot.activation or "",
+        activation_rule=row.activation_rule,
+        kernel=row.requested_kernel,
+    )
 
 
 def dequantize_(model: nn.Module) -> None:

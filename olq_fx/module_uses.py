@@ -23,6 +23,7 @@ CandidateKind = Literal["linear", "moe", "embedding"]
 
 EXPERTS_NOT_YET = "expert weights in one tensor are not converted in this version"
 SCRIPTED = "its module is TorchScript, whose code takes plain tensors only; quantize the module that it was made from"
+ALREADY_QUANTIZED = "already quantized"
 COMPUTED = "its weight is computed by {how}, not stored; remove the parametrization first"
 
 _ATTENTION_WEIGHTS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
@@ -227,9 +228,9 @@ def _obstacle(module: nn.Module, tensor: Tensor) -> str:
         return "not initialised yet; run the model once"
     library = type(tensor).__module__.partition(".")[0]
     if library in _QUANTIZERS:
-        return f"already quantized by {library} ({type(tensor).__name__})"
+        return f"{ALREADY_QUANTIZED} by {library} ({type(tensor).__name__})"
     if tensor.dtype.itemsize == 1 and _has_scales(module):
-        return f"already quantized: it is stored as {str(tensor.dtype).removeprefix('torch.')} beside its scales"
+        return f"{ALREADY_QUANTIZED}: it is stored as {str(tensor.dtype).removeprefix('torch.')} beside its scales"
     if tensor.dim() != 2:
         return f"it is stored with shape {tuple(tensor.shape)}, not as a matrix"
     return "" if tensor.numel() else "it has no elements"

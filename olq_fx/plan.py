@@ -25,8 +25,9 @@ from olq_fx.folding import NUMBER, fold
 from olq_fx.module_uses import CandidateKind
 from olq_fx.parameters import Parameters
 from olq_fx.schemes import Slot
-from olq_fx.selection import Decision, Verdict, select
+from olq_fx.selection import select
 from olq_fx.tables import size_of, table_of
+from olq_fx.verdicts import Decision, Verdict, overridden_rules
 
 COLUMNS: Mapping[str, Literal["left", "right"]] = {
     "weight": "left",
@@ -53,7 +54,8 @@ class PlanRow:
         kind: `linear`, `moe` or `embedding`.
         shape: (N, K) whatever the storage; of stacked experts as stored.
         dtype: original precision.
-        decision: `quantize`; `leave` in original precision; `already` converted before, and kept.
+        decision: `quantize`; `leave` in original precision; `already` converted before, and kept; `override` the
+            activations only of a weight that was converted before.
         slot: its formats; None for `leave`.
         weight_rule, activation_rule: the scale rules; "" where there is none.
         transposed: whether it is stored as (K, N).
@@ -357,7 +359,10 @@ def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:
     """The row of a candidate of which the verdict is known."""
     slot, config, forecast = verdict.slot, verdict.config, verdict.forecast
     before = candidate.bytes
-    weight_rule, activation_rule = candidate.current_rules or (("", "") if slot is None else config.rules(slot))
+    if slot is not None and verdict.decision == "override":
+        rules = overridden_rules(config, candidate, slot)
+    else:
+        rules = candidate.current_rules or (("", "") if slot is None else config.rules(slot))
     return PlanRow(
         path=candidate.path,
         module_path=candidate.module_path,
@@ -367,8 +372,8 @@ def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:
         dtype=candidate.dtype,
         decision=verdict.decision,
         slot=slot,
-        weight_rule=weight_rule,
-        activation_rule=activation_rule,
+        weight_rule=rules[0],
+        activation_rule=rules[1],
         transposed=candidate.transposed,
         kernel="" if forecast is None else forecast.kernel,
         kernel_reason="" if forecast is None else forecast.kernel_reason,

@@ -2,11 +2,11 @@
 
 API:
     Report(plan)                                 statuses start as planned: "pending", "left alone", "already"
-    .mark(path, status)                          "converted", "pending", "left alone", "already" (path: any name of it)
+    .mark(path, status)                          one of `STATUSES` (path: any name of it)
     .refuse(what, where, reason)                 a pass or a step declined something
     .note(text)                                  one line for the user
     .status(path), .rows(status)                 of one weight; PlanRows of a status
-    .converted, .pending, .left_alone, .already, .frozen      paths
+    .converted, .pending, .overridden, .left_alone, .already, .frozen      paths
     .refusals, .notes
     .share, .share_of_parameters                 of the bytes, in original precision, that are quantized by now
     .check()                                     raises PlanError for what strict=False let pass, or for pending weights
@@ -22,10 +22,10 @@ from typing import Any, Literal
 from olq_fx.errors import PlanError
 from olq_fx.plan import Plan, PlanRow, table_of_rows
 
-Status = Literal["converted", "pending", "left alone", "already"]
-STATUSES: tuple[Status, ...] = ("converted", "pending", "left alone", "already")
+Status = Literal["converted", "pending", "overridden", "left alone", "already"]
+STATUSES: tuple[Status, ...] = ("converted", "pending", "overridden", "left alone", "already")
 
-_START: dict[str, Status] = {"quantize": "pending", "leave": "left alone", "already": "already"}
+_START: dict[str, Status] = {"quantize": "pending", "leave": "left alone", "already": "already", "override": "already"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +89,11 @@ class Report:
     def pending(self) -> tuple[str, ...]:
         """Paths of the weights that wait for their data."""
         return _paths(self.rows("pending"))
+
+    @property
+    def overridden(self) -> tuple[str, ...]:
+        """Paths of the weights, converted before, whose activations this run changed."""
+        return _paths(self.rows("overridden"))
 
     @property
     def left_alone(self) -> tuple[str, ...]:
@@ -173,13 +178,14 @@ class Report:
         if self.frozen:
             some = ", ".join(self.frozen[:3]) + (", ..." if self.frozen[3:] else "")
             lines.append(f"were trainable and are frozen now ({len(self.frozen)}): {some}")
-        if self.already and not self.converted and not self.pending:
+        if self.already and not (self.converted or self.pending or self.overridden):
             lines.append("nothing to do: the requested layers were quantized before")
         lines += [f"refused: {r.what} at {r.where}: {r.reason}" for r in self.refusals]
         return lines + [f"note: {note}" for note in self.notes]
 
     def _quantized_bytes(self) -> int:
-        return sum(row.bytes_before for row in (*self.rows("converted"), *self.rows("already")))
+        quantized: tuple[Status, ...] = ("converted", "overridden", "already")
+        return sum(row.bytes_before for row in self.plan.rows if self._statuses[row.path] in quantized)
 
 
 def _paths(rows: Iterable[PlanRow]) -> tuple[str, ...]:

@@ -6,16 +6,25 @@ from types import MappingProxyType
 from olq_fx.errors import ConfigurationError, nearest
 from olq_fx.formats import FORMATS
 
+KEPT = ""
+"""What stands for the weight format in a slot that gives an activation format only."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
     """What one kind of layer becomes: the name of a weight format and of an activation format.
 
-    `activation=None` keeps activations in their original precision (weight-only).
+    `activation=None` keeps activations in their original precision (weight-only). `weight=KEPT` is for weights that are
+    quantized already: they stay as they are, and only their activations change.
     """
 
     weight: str
     activation: str | None
+
+    @property
+    def keeps_weight(self) -> bool:
+        """Whether it speaks of activations only."""
+        return self.weight == KEPT
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,21 +129,23 @@ class Sessions:
         trees = _trees(owned)
         tree = [candidate for module in trees for candidate in candidates_of(module)]
         known = [_obstructed(candidate, owned) for candidate in combine(tree, session.uses.values())]
-        converted = {candidate.path for candidate in known if candidate.current is not None}
+        converted = {candidate.path: candidate for candidate in known if candidate.current is not None}
         waiting = frozenset(c.path for c in known if not (c.use_known or c.blocked or c.path in converted))
         # What has been converted stays as it was planned, unless it was given its original precision back.
         session.done = {path: row for path, row in session.done.items() if path in converted}
+        judged = [_as_planned(candidate, session.done.get(candidate.path)) for candidate in known]
         plan = self._made(
-            known,
+            judged,
             waiting,
             strict=self._strict and owned.has_root,
             all_paths=[path for module in trees for path in module_paths(module)],
             parameter_bytes=sum(parameter_bytes(module) for module in trees),
         )
-        plan = dataclasses.replace(plan, rows=tuple(session.done.get(row.path, row) for row in plan.rows))
+        now = {path: _as_it_is(row, converted[path]) for path, row in session.done.items()}
+        plan = dataclasses.replace(plan, rows=tuple(now.get(row.path, row) for row in plan.rows))
         report = Report(plan)
-        for path in session.done:
-            report.mark(path, "converted")
+        for path, row in session.done.items():
+            report.mark(path, "overridden" if row.decision == "override" else "converted")
         if session.report is not None:
             report.refusals, report.notes = session.report.refusals, session.report.notes
         session.report = report
@@ -167,7 +169,8 @@ class Sessions:
         """Convert what is planned and has data: everything is looked at before anything is changed."""
         assert session.report is not None
         plan = session.report.plan
-        todo = [(tree, tuple(row for row in rows if _convertible(owned, tree, row))) for tree in _trees(owned)]
+        new = [row for row in rows if row.path not in session.done]
+        todo = [(tree, tuple(row for row in new if _convertible(owned, tree, row))) for tree in _trees(owned)]
         for tree, own in todo:
             conversion.preflight(tree, own)
         for tree, own in todo:
@@ -193,11 +196,28 @@ def _obstructed(candidate: Candidate, owned: Ownership) -> Candidate:
     return candidate if obstacle is None else dataclasses.replace(candidate, blocked=obstacle)
 
 
+def _as_planned(candidate: Candidate, row: PlanRow | None) -> Candidate:
+    """A weight as this session has decided: if others have changed its activations since, that contradicts nothing."""
+    if row is None or row.slot is None or candidate.current is None or candidate.current.weight != row.slot.weight:
+        return candidate
+    return dataclasses.replace(candidate, current=row.slot, current_rules=(row.weight_rule, row.activation_rule))
+
+
+def _as_it_is(row: PlanRow, candidate: Candidate) -> PlanRow:
+    """A row with the activations that its weight has now."""
+    current, rules = candidate.current, candidate.current_rules
+    if current is None or rules is None or row.slot is None or current.weight != row.slot.weight:
+        return row
+    return dataclasses.replace(row, slot=current, activation_rule=rules[1])
+
+
 def _convertible(owned: Ownership, tree: nn.Module, row: PlanRow) -> bool:
     """Whether a row is to be converted now, in this tree: it is not yet, and there is data."""
-    if row.decision != "quantize" or owned.owner_of(row.path) is not tree:
+    if row.decision not in ("quantize", "override") or owned.owner_of(row.path) is not tree:
         return False
     parameter = tree.get_parameter(row.path)
+    if row.decision == "override":
+        return isinstance(parameter, QuantizedWeight)
     return not isinstance(parameter, QuantizedWeight) and not _without_data(parameter)
 
 

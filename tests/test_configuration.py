@@ -135,8 +135,6 @@ REFUSED = [
     # slots
     ({"linear": {}}, ConfigurationError, ["linear is empty"]),
     ({"quantization": "fp8", "moe": {}}, ConfigurationError, ["moe is empty"]),
-    ({"linear": {"activation": "mxfp8"}}, ConfigurationError, ["linear has no weight format"]),
-    ({"linear": {"activation": None}}, ConfigurationError, ["linear has no weight format"]),
     ({"linear": {"weight": None, "activation": "mxfp8"}}, ConfigurationError, ["'mxfp8' with weight None"]),
     ({"linear": {"wieght": "mxfp8"}}, ConfigurationError, ["unknown key 'wieght'", "'weight'"]),
     ({"linear": "online"}, ConfigurationError, ["'online' is no scheme of its own"]),
