@@ -200,7 +200,7 @@ def test_weights_of_tokens_in_their_dtype(interpreter):
         ({"down": stack_of(torch.randn(2, 96, 40), "fp8_per_channel_static")}, r"weights \(96, 40\) of 3 experts"),
         ({"down": Stack([torch.zeros(3, 96, 40).to(torch.int8)], "int8_per_channel_static")}, "given: nothing"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_operands_that_do_not_fit_are_refused_by_name(change, message):
     layer = layer_of("fp8_per_channel", 3, 96, 40)

@@ -212,7 +212,7 @@ def test_nothing_to_multiply(interpreter, shape, lengths):
         ({"order": torch.zeros(18, dtype=torch.int32)}, "18 rows of segments"),
         ({"order": torch.zeros(9, dtype=torch.int32), "weights": torch.zeros(9).half()}, "are float32"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_operands_that_do_not_fit_are_refused_by_name(change, message):
     stack = stack_of(torch.randn(2, 24, 64), "fp8_per_channel_static", change.get("bias"))
