@@ -36,7 +36,9 @@ def grouped_blocking_of(
     block_k = min([widest, *(side.outer_k for side in (a, b) if side.outer == "k")])
     mean = -(-m // experts)
     if mean <= 64:
-        block_m = max(16, min(1 << (mean - 1).bit_length(), 32 if wide else 64))
+        # Of two sums beside operands that are being decoded, mma.sync has not more than 32 columns in registers.
+        narrow = wide or (decoded and instruction.promote and capability < 90)
+        block_m = max(16, min(1 << (mean - 1).bit_length(), 32 if narrow else 64))
         warps = 8 if block_m == 64 else 4
         return Blocking(block_m, 64 if decoded else 128, block_k, swap=True, num_warps=warps)
     if wide:

@@ -246,11 +246,11 @@ INSTRUCTIONS = {
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-@pytest.mark.parametrize("scheme", ["fp8_per_block", "fp8_per_tensor", "int8", "mxfp4", "mxfp8", "nvfp4_weight_only"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability):
     slot, count, n, k = SCHEMES[scheme].moe, 64, 3072, 4096
     stack = meta_stack(count, n, k, slot.weight, bias=True)
-    for tokens, top_k in ((8, 8), (256, 8), (8192, 8)):
+    for tokens, top_k in ((8, 8), (512, 8), (8192, 8)):
         m = tokens * top_k
         segments = Segments(meta((count + 1,), torch.int32), meta((m,), torch.int32), top_k)
         x = meta_rows(slot.activation, tokens, k)
