@@ -19,6 +19,7 @@ from olq_fx.kernels import reference, triton_chain
 from olq_fx.kernels.producers import Activation, ActivationKind, activate
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.triton_product import (
+    TENSOR_MEMORY,
     Blocking,
     Instruction,
     Operand,
@@ -197,7 +198,8 @@ def chain_blocking(
     """An analytic first choice: whole groups in a tile, no more accumulators than registers hold."""
     block_k = blocking_of(m, n, k, a, b, instruction, capability).block_k
     group = format.group[1] or 1
-    block_m, warps = 64, 8
+    # Block scales are applied in tensor memory for 128 rows at a time.
+    block_m, warps = 128 if instruction.dot == "scaled" and capability in TENSOR_MEMORY else 64, 8
     block_n = max(group, 64 if chain.gated else 32)
     if capability in _MMA_SYNC:
         # Lower tiles are of use; accumulators and the operands are registers of the same threads.

@@ -21,6 +21,9 @@ _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _PROGRAMS = 264
 """How many programs fill a large GPU: two for each of 132 multiprocessors."""
 
+TENSOR_MEMORY = (100, 103)
+"""Compute capabilities whose matrix instructions accumulate in a memory of their own."""
+
 _LONGEST_INT8 = (2**31 - 1) // 127**2
 """Columns whose products of int8 codes cannot overflow an int32."""
 
@@ -152,7 +155,8 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
         block_n = 64 if decoded else 128
         tiles = -(-m // block_m) * -(-n // block_n)
         split = max(1, min(_PROGRAMS // tiles, k // (4 * block_k), 16))
-        warps = 8 if block_m == 64 else 4
+        # With four warps the copy of a tall tile out of tensor memory leaves some of it in local memory.
+        warps = 8 if block_m == 64 or (instruction.dot == "fp8" and capability in TENSOR_MEMORY) else 4
         return Blocking(block_m, block_n, block_k, swap=True, split_k=split, num_warps=warps)
     if instruction.parts > 1:
         return Blocking(64, 64, block_k)
