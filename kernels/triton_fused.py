@@ -22,6 +22,9 @@ from olq_fx.kernels.triton_quantize import Tile, by_row, coarse_columns, constan
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ELEMENTS_OF_A_WARP = 1024
 _PLAIN = Tile(4, 1024)
+_PART = Tile(1, 4096, 8)
+"""Of a longer row of an activation: 16 elements a thread, since 32 spill with GELU (triton 3.8, sm_120)."""
+
 _UNUSED = {"ELEMENT": "", "SCALE": "", "RULE": "", "GROUP_K": 1, "LOG": 0, "NATIVE": False}
 
 
@@ -233,7 +236,10 @@ def _activation_call(
     if interleaved:
         gate, up = inputs[0], None
     by_rows = target.sink == "rows"
-    tile = _row_tile(k, target) if by_rows else _PLAIN if target.format is None else tile_of(target.format)
+    if by_rows:
+        tile = _row_tile(k, target) if k <= LONGEST_ROW else _PART
+    else:
+        tile = _PLAIN if target.format is None else tile_of(target.format)
     constants = target.constants(tile) | {"KIND": activation.kind, "INTERLEAVED": interleaved, "DTYPE": _NAMES[dtype]}
     if statistic is not None and not target.parts:
         constants["SINK"] = "amax"
