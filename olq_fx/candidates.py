@@ -13,7 +13,7 @@ other 2-D parameter has an unknown use (`x @ w` and `x @ w.T` cannot be told apa
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -105,11 +105,11 @@ def candidates_of(model: nn.Module, parameters: Parameters | None = None) -> tup
         raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     shared = parameters or Parameters(model)
     outputs = output_embeddings(shared.modules)
-    alike = _Alike(outputs)
+    alike = _Alike(outputs, shared.shared)
     groups: dict[object, list[Use]] = {}
     found: list[Candidate | list[Use]] = []
     for place in places(model):
-        plain = None if id(place.module._parameters.get("weight")) in shared.shared else alike.of(place)
+        plain = alike.of(place)
         if plain is not None:
             found.append(plain)
             continue
@@ -127,18 +127,20 @@ def candidates_of(model: nn.Module, parameters: Parameters | None = None) -> tup
 class _Alike:
     """Candidates of ordinary linear layers: what those of one kind have in common is looked at once."""
 
-    def __init__(self, outputs: frozenset[int]) -> None:
-        """`outputs`: as `uses_of` takes them."""
+    def __init__(self, outputs: frozenset[int], shared: Container[int]) -> None:
+        """`outputs`: as `uses_of` takes them; `shared`: identities of weights with several names, which are none."""
         self._outputs = outputs
+        self._shared = shared
         self._known: dict[tuple[object, ...], Candidate | None] = {}
 
     def of(self, place: Place) -> Candidate | None:
         """The candidate of a module that has one, as another of its kind has; None where it has to be looked at."""
         module, around = place.module, place.parent
-        weight = module._parameters.get("weight")
-        if not isinstance(module, nn.Linear) or module._modules or module._buffers or type(weight) not in PLAIN:
+        if not isinstance(module, nn.Linear) or module._modules or module._buffers:
             return None
-        assert weight is not None
+        weight = module._parameters.get("weight")
+        if weight is None or type(weight) not in PLAIN or id(weight) in self._shared:
+            return None
         if around is None or isinstance(around.module, nn.MultiheadAttention):
             return None
         where = (place.name, place.experts, place.router, place.modulation, id(module) in self._outputs)

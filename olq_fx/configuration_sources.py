@@ -147,6 +147,10 @@ def _comparable(key: str, value: object) -> object:
 def _parse_file(path: Path) -> object:
     """What a JSON or YAML file contains."""
     text = text_of_file(path, f"the configuration file {str(path)!r}", LARGEST_FILE)
+    if not any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines()):
+        raise ConfigurationError(
+            f"the configuration file {str(path)!r} is empty; to leave everything alone on purpose, write null in it"
+        )
     if path.suffix.lower() == ".json":
         return _parse_json(text, f"the file {str(path)!r}")
     return _parse_yaml(text, f"the file {str(path)!r}")

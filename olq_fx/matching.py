@@ -188,8 +188,8 @@ class Matcher:
                 f"{key}: the pattern {pattern.text!r} matches nothing; it lies in the component {owner!r}, whose own "
                 "configuration speaks of it"
             )
-        shown = self._index.nearest(pattern) if len(self.unmatched) < SHOWN else ""
-        return f"{key}: the pattern {pattern.text!r} matches nothing; {shown}"
+        shown = f"; {self._index.nearest(pattern)}" if len(self.unmatched) < SHOWN else ""
+        return f"{key}: the pattern {pattern.text!r} matches nothing{shown}"
 
 
 class _Fused:

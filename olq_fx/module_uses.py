@@ -9,6 +9,7 @@ Classes of other libraries are known by their names; nothing is imported for the
 """
 
 import dataclasses
+import re
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, Literal
 
@@ -29,6 +30,9 @@ COMPUTED = "its weight is computed by {how}, not stored; remove the parametrizat
 _ATTENTION_WEIGHTS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
 _QUANTIZERS = frozenset({"torchao", "bitsandbytes", "optimum", "quanto", "compressed_tensors"})
+_PACKED = re.compile(r"qweight|weight_packed|\w+_(packed|blocks)")
+"""Names of packed weights: compressed-tensors, GPTQ and AWQ, the experts of gpt-oss."""
+
 _DECLARES_OUTPUT = "get_output_embeddings"
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -120,21 +124,57 @@ def uses_of(place: Place, outputs: Container[int]) -> Iterator[Use]:
     if isinstance(module, torch.jit.ScriptModule):
         yield from _scripted(place, outputs)
         return
-    if not module._parameters and "parametrizations" not in module._modules:
+    if not module._parameters and not module._buffers and "parametrizations" not in module._modules:
         return
+    packed = _packed(module)
+    yield from (_foreign(place, leaf, codes, outputs) for leaf, codes in packed.items())
     computed = _computed(module)
     for weight, (how, source, _) in computed.items():
         use = _use(place, weight, source, outputs)
         if use is not None:
             yield dataclasses.replace(use, blocked=COMPUTED.format(how=how), computed=weight)
-    consumed = {name for _, _, names in computed.values() for name in names}
-    if isinstance(module, parametrize.ParametrizationList):
-        consumed |= {name for name in module._parameters if name.startswith("original")}
+    consumed = {name for _, _, names in computed.values() for name in names} | _no_weights(module, packed)
     for leaf, tensor in module._parameters.items():
         if tensor is not None and leaf not in consumed:
             use = _use(place, leaf, tensor, outputs)
             if use is not None:
                 yield use
+
+
+def _no_weights(module: nn.Module, packed: Container[str]) -> set[str]:
+    """The parameters that are nothing by themselves: the originals of parametrizations, and the scales of codes."""
+    found = {name for name in module._parameters if name in packed}
+    if isinstance(module, parametrize.ParametrizationList):
+        found |= {name for name in module._parameters if name.startswith("original")}
+    if _has_scales(module) and (found or any(_narrow(tensor) for tensor in module._parameters.values())):
+        found |= {name for name in module._parameters if "scale" in name}
+    return found
+
+
+def _packed(module: nn.Module) -> dict[str, Tensor]:
+    """The weights that a module keeps in a packed form of others, parameters or buffers, beside their scales."""
+    if not _has_scales(module):
+        return {}
+    held = {**module._parameters, **module._buffers}
+    return {
+        name: tensor
+        for name, tensor in held.items()
+        if tensor is not None and _PACKED.fullmatch(name) and not tensor.is_floating_point() and tensor.dim() > 1
+    }
+
+
+def _foreign(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Use:
+    """A packed weight of a checkpoint that was quantized by others: its shape is that in which it is stored."""
+    experts = in_experts(place) or holds_experts(place)
+    return Use(
+        place=place,
+        leaf=leaf,
+        tensor=tensor,
+        kind="moe" if experts and not reason_for(place, outputs) else "linear",
+        shape=tuple(tensor.shape),
+        left_alone=reason_for(place, outputs),
+        blocked=_already(tensor),
+    )
 
 
 def _scripted(place: Place, outputs: Container[int]) -> Iterator[Use]:
@@ -229,11 +269,21 @@ def _obstacle(module: nn.Module, tensor: Tensor) -> str:
     library = type(tensor).__module__.partition(".")[0]
     if library in _QUANTIZERS:
         return f"{ALREADY_QUANTIZED} by {library} ({type(tensor).__name__})"
-    if tensor.dtype.itemsize == 1 and _has_scales(module):
-        return f"{ALREADY_QUANTIZED}: it is stored as {str(tensor.dtype).removeprefix('torch.')} beside its scales"
+    if _narrow(tensor) and _has_scales(module):
+        return _already(tensor)
     if tensor.dim() != 2:
         return f"it is stored with shape {tuple(tensor.shape)}, not as a matrix"
     return "" if tensor.numel() else "it has no elements"
+
+
+def _already(tensor: Tensor) -> str:
+    """What to say of a weight that is stored beside its scales."""
+    return f"{ALREADY_QUANTIZED}: it is stored as {str(tensor.dtype).removeprefix('torch.')} beside its scales"
+
+
+def _narrow(tensor: Tensor | None) -> bool:
+    """Whether a parameter is a matrix of codes of one byte or less."""
+    return tensor is not None and tensor.dtype.itemsize == 1 and tensor.dim() > 1
 
 
 def _computed(module: nn.Module) -> dict[str, tuple[str, Tensor, tuple[str, ...]]]:

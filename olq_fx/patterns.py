@@ -40,6 +40,9 @@ TIMEOUT = 0.1
 TOTAL_TIMEOUT = 10.0
 """Seconds that a regular expression may take for all paths of a model together."""
 
+ALL_TIMEOUT = 60.0
+"""Seconds that all regular expressions together may take for all paths of a model."""
+
 BOUNDED_LENGTH = 1000
 """Characters of a path on which an expression with few repetitions needs no timeout."""
 
@@ -157,12 +160,14 @@ class PathIndex:
         self._paths = list(dict.fromkeys(paths))
         self._known = frozenset(self._paths)
         self._searches = 0
+        self._spent = 0.0
 
     def find(self, pattern: Pattern) -> list[str]:
         """The paths that `pattern` matches, sorted.
 
         Raises:
-            ConfigurationError: the regular expression took more than 100 ms for one path, or 10 s for all.
+            ConfigurationError: the regular expression took more than 100 ms for one path, or 10 s for all; or all those
+                before it and this one took more than 60 s.
         """
         if pattern.form == "exact":
             return [pattern.text] if pattern.text in self._known else []
@@ -187,11 +192,18 @@ class PathIndex:
         for tried, path in enumerate(paths, 1):
             if pattern.matches(path):
                 found.append(path)
-            if time.monotonic() - start > TOTAL_TIMEOUT:
+            spent = time.monotonic() - start
+            if spent > TOTAL_TIMEOUT:
                 raise ConfigurationError(
                     f"the pattern {pattern.text!r} took more than {TOTAL_TIMEOUT:.0f} s for {tried} of "
                     f"{len(self._paths)} paths; write it without nested repetitions"
                 )
+            if self._spent + spent > ALL_TIMEOUT:
+                raise ConfigurationError(
+                    f"the patterns up to {pattern.text!r} took more than {ALL_TIMEOUT:.0f} s together for "
+                    f"{len(self._paths)} paths; write them without nested repetitions"
+                )
+        self._spent += time.monotonic() - start
         return sorted(found)
 
     @functools.cached_property

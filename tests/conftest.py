@@ -161,6 +161,10 @@ def stack():
     return nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32))
 
 
+def long_names():
+    return nn.ModuleDict({"self_attention_query_projection": nn.ModuleDict({"inner_matrix_of_it": nn.Linear(8, 8)})})
+
+
 def inputs():
     return [torch.randn(4, 64, generator=torch.Generator().manual_seed(n)) for n in range(2)]
 

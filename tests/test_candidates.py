@@ -1,6 +1,7 @@
 """Which weights of a model a configuration may speak of, under which names, and what is left alone and why."""
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
 
 from olq_fx.candidates import USE_UNKNOWN, Candidate, candidates_of, combine, module_paths, parameter_bytes
-from olq_fx.errors import ConfigurationTypeError
+from olq_fx.errors import ConfigurationTypeError, PlanError
+from olq_fx.plan import plan_for
 from olq_fx.schemes import Slot
 
 
@@ -388,6 +390,58 @@ def test_weights_of_other_libraries_are_already_quantized():
     found = candidates_of(model)
     assert found[0].obstacle == "already quantized by torchao (AffineQuantizedTensor)"
     assert found[1].obstacle == "already quantized: it is stored as float8_e4m3fn beside its scales"
+
+
+def stored(**tensors: torch.Tensor) -> nn.Module:
+    """A module of another library, which keeps its weight in a form of its own."""
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        if name.startswith("buffer_"):
+            module.register_buffer(name.removeprefix("buffer_"), tensor)
+        else:
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+BYTES = torch.zeros(8, 16, dtype=torch.uint8)
+CHECKPOINTS = {
+    "compressed-tensors": stored(
+        weight_packed=BYTES, weight_scale=torch.ones(8, 2), weight_shape=torch.tensor([8, 32])
+    ),
+    "block fp8": stored(weight=torch.zeros(256, 256).to(torch.float8_e4m3fn), weight_scale_inv=torch.ones(2, 2)),
+    "awq": stored(buffer_qweight=torch.zeros(8, 4, dtype=torch.int32), buffer_scales=torch.ones(1, 32).half()),
+    "gpt-oss": stored(
+        gate_up_proj_blocks=torch.zeros(2, 8, 4, 16, dtype=torch.uint8),
+        gate_up_proj_scales=torch.zeros(2, 8, 4, dtype=torch.uint8),
+        gate_up_proj_bias=torch.zeros(2, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_others_have_packed_is_one_candidate_that_says_so(name):
+    model = nn.ModuleDict({"experts" if name == "gpt-oss" else "proj": CHECKPOINTS[name], "rest": nn.Linear(32, 32)})
+    found = candidates_of(model)
+    assert len(found) == 2
+    assert re.fullmatch(r"already quantized: it is stored as \w+ beside its scales", found[0].obstacle)
+    assert found[0].kind == ("moe" if name == "gpt-oss" else "linear")
+    plan = plan_for("mxfp8", model)
+    assert [(row.path.partition(".")[0], row.decision) for row in plan.rows] == [
+        (found[0].path.partition(".")[0], "leave"),
+        ("rest", "quantize"),
+    ]
+    assert plan.rows[0].reason == found[0].obstacle
+    for pattern in (found[0].path, found[0].module_path):
+        with pytest.raises(PlanError, match=f"targets: '{pattern}' names {found[0].path}, .*already quantized"):
+            plan_for({"targets": {pattern: "mxfp8", "rest": "mxfp8"}}, model)
+    key = "moe" if name == "gpt-oss" else "linear"
+    with pytest.raises(PlanError, match=f"{key}: an activation format without .*already quantized: it is stored as"):
+        plan_for({"linear": "fp8", "moe": "fp8"} | {key: {"activation": "mxfp8"}}, model)
+    assert plan_for({"quantization": "fp8", "ignore": [found[0].module_path]}, model).rows[1].decision == "quantize"
+
+
+def test_integers_without_scales_are_no_weights():
+    assert candidates_of(stored(weight_packed=BYTES, buffer_qweight=BYTES, codes=BYTES)) == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.float8_e4m3fn], ids=str)

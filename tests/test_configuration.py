@@ -447,7 +447,7 @@ def test_files_mean_what_a_dictionary_means(tmp_path, name, as_text):
         ("a.yaml", "a: !!python/object:os.system {}", "malformed YAML"),
         ("a.yaml", "a: 2001-99-99", "malformed YAML"),
         ("a.yaml", "- fp8", "not list"),
-        ("a.yaml", "", "leaves nothing|None"),
+        ("a.yaml", "", "is empty"),
         ("a.yaml", "other.yaml", "unknown scheme 'other.yaml'"),
         ("a.yaml", "1: fp8", "keys of a configuration are strings"),
         ("a.json", "{", "malformed JSON"),
@@ -459,9 +459,6 @@ def test_files_mean_what_a_dictionary_means(tmp_path, name, as_text):
 def test_a_malformed_file_is_an_error_that_names_it(tmp_path, name, text, said):
     path = tmp_path / name
     path.write_text(text)
-    if text == "":
-        assert QuantizationConfig.parse(path).nothing  # an empty file is null, as in YAML
-        return
     with pytest.raises(OlqFxError, match=said):
         QuantizationConfig.parse(path)
 
@@ -503,6 +500,16 @@ def test_only_regular_files_are_read(tmp_path, make, said):
         with pytest.raises(ConfigurationError, match=r"cannot read the configuration file '.*config.json'") as caught:
             QuantizationConfig.parse(source)
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.json", "config"])
+@pytest.mark.parametrize("text", ["", " \n\t\n", "# nothing yet\n"])
+def test_an_empty_file_is_an_oversight_and_null_is_not(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError, match=f"{name}' is empty; to leave everything alone on purpose, write null"):
+        QuantizationConfig.parse(tmp_path / name)
+    (tmp_path / name).write_text("null")
+    assert QuantizationConfig.parse(tmp_path / name).nothing
 
 
 def test_a_file_may_not_be_larger_than_a_configuration(tmp_path):

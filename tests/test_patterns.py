@@ -1,5 +1,7 @@
 """Patterns: three forms, never a substring, bounded in time, and helpful where they match nothing."""
 
+import itertools
+
 import pytest
 
 from olq_fx.errors import ConfigurationError
@@ -98,6 +100,22 @@ def test_an_expression_that_is_slow_on_every_path_is_stopped_too(monkeypatch):
     assert str(caught.value) == (
         "the pattern 're:(.)*' took more than 0 s for 1 of 97 paths; write it without nested repetitions"
     )
+
+
+def test_many_expressions_that_are_slow_together_are_stopped(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr("olq_fx.patterns.time.monotonic", lambda: next(ticks) / 100)  # ten milliseconds a look
+    index = PathIndex(f"layers.{number}" for number in range(500))
+
+    def find_all() -> None:
+        for number in range(1000):
+            assert index.find(compile_pattern(f"re:(l|a)+(?=y).*{number % 500}$"))
+
+    with pytest.raises(ConfigurationError) as caught:
+        find_all()
+    said = " took more than 60 s together for 500 paths; write them without nested repetitions"
+    assert str(caught.value).startswith("the patterns up to 're:(l|a)+(?=y).*")
+    assert str(caught.value).endswith(said)
 
 
 @pytest.mark.parametrize(
