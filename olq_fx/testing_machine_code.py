@@ -55,7 +55,7 @@ class MachineCode:
         spills: how many machine instructions read or write local memory (LDL, STL).
         shared_memory: bytes of a block of threads.
         ptx: the whole text.
-        sass: the disassembled machine code.
+        cubin: the machine code.
     """
 
     name: str
@@ -66,7 +66,12 @@ class MachineCode:
     spills: int
     shared_memory: int
     ptx: str = dataclasses.field(repr=False)
-    sass: str = dataclasses.field(repr=False)
+    cubin: bytes = dataclasses.field(repr=False)
+
+    @property
+    def sass(self) -> str:
+        """The disassembled machine code."""
+        return _disassembled(self.cubin)
 
     def assert_instruction(self, pattern: str) -> None:
         """Hold the kernel to matrix instructions that match the regular expression `pattern`, and to no other one."""
@@ -125,18 +130,19 @@ def machine_code(
     chosen = {"num_warps": num_warps, "num_stages": num_stages, **options}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     name, ptx = built.metadata.name, built.asm["ptx"]
-    usage, sass = _disassembled(built.asm["cubin"])
-    registers, stack = map(int, _USAGE.search(usage).groups())  # type: ignore[union-attr]
+    cubin = built.asm["cubin"]
+    registers, stack = map(int, _USAGE.search(_tool_on(cubin, "cuobjdump", "-res-usage")).groups())  # type: ignore[union-attr]
     return MachineCode(
         name=name,
         capability=capability,
         instructions=tuple(sorted(set(_MATRIX.findall(ptx)))),
         registers=registers,
         stack=stack,
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        # Local memory is the stack: without one there is no access to look for.
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", _disassembled(cubin))) if stack else 0,
         shared_memory=built.metadata.shared,
         ptx=ptx,
-        sass=sass,
+        cubin=cubin,
     )
 
 
@@ -197,18 +203,18 @@ def _type(name: str, value: Any) -> str:
     raise TypeError(f"the argument {name} has no type in Triton: {value!r}")
 
 
-def _disassembled(cubin: bytes) -> tuple[str, str]:
-    """The resource usage and the machine instructions."""
+def _disassembled(cubin: bytes) -> str:
+    return _tool_on(cubin, "nvdisasm", "-c")
+
+
+def _tool_on(cubin: bytes, name: str, *options: str) -> str:
+    """What a tool of Triton's wheel says of machine code."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         with open(path, "wb") as file:
             file.write(cubin)
-        usage = _tool("cuobjdump", "-res-usage", path)
-        return usage, _tool("nvdisasm", "-c", path)
-
-
-def _tool(name: str, *arguments: str) -> str:
-    done = subprocess.run([os.path.join(_tools(), name), *arguments], capture_output=True, text=True, check=True)
+        command = [os.path.join(_tools(), name), *options, path]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 
 
