@@ -137,14 +137,14 @@ def test_rows_at_which_a_layer_loses():
 
 @pytest.fixture
 def a_kernel_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_cuda = registry.Kernel("some_gpu_kernel", lambda product: "" if product.device_type == "cuda" else "no GPU")
+    only_cuda = registry.Kernel("some_gpu_kernel", "cuda", lambda product: "")
     monkeypatch.setattr(registry, "KERNELS", (only_cuda, *registry.KERNELS))
 
 
-def planned(scheme: str, n: int):
+def planned(scheme: str, n: int, backend: str = "auto"):
     with torch.device("meta"):
         model = nn.ModuleDict({"up": nn.Linear(8192, n, bias=False, dtype=torch.bfloat16)})
-    return plan_for(scheme, model, device="cuda").rows[0]
+    return plan_for({"quantization": scheme, "linear_backend": backend}, model, device="cuda").rows[0]
 
 
 @pytest.mark.usefixtures("a_kernel_for_gpus")
@@ -170,4 +170,4 @@ def test_without_a_gpu_a_loss_must_hold_everywhere(monkeypatch):
 
 
 def test_the_reference_on_a_gpu_is_a_loss_whatever_the_model_says():
-    assert planned("fp8_per_block", 8192).warning.endswith("the reference decodes the weight in each call")
+    assert planned("fp8_per_block", 8192, "reference").warning.endswith("the reference decodes the weight in each call")

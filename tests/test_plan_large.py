@@ -60,7 +60,7 @@ def small_moe(layers: int) -> nn.Module:
 def test_a_70b_dense_model():
     plan = plan_for("fp8_per_block", decoder_layout(**LLAMA_70B))
     assert len(plan.quantized) == 560
-    assert len(str(plan).splitlines()) < 20
+    assert len(str(plan).splitlines()) < 25
     assert "model.layers.{0-79}.mlp.down_proj.weight" in str(plan)
 
 
@@ -136,7 +136,7 @@ def test_a_235b_model_of_36_000_layers():
     finally:
         tracemalloc.stop()
     assert len(plan.rows) == 94 * (4 + 1 + 3 * 128) + 2
-    assert len(text.splitlines()) < 20
+    assert len(text.splitlines()) < 25
     assert "12032" in text
     assert peak < 2**28
 
