@@ -251,16 +251,8 @@ def assert_in_registers(calls, capability):
         assert "sqrt.approx" not in code.ptx
 
 
-@pytest.mark.parametrize(
-    ("format", "rule", "capability"),
-    # Rules differ in few instructions: all of them on one GPU, on the others that of activations.
-    [
-        (name, rule, capability)
-        for name, rule in PAIRS
-        for capability in CAPABILITIES
-        if capability == 90 or rule == get_format(name).activation_rule
-    ],
-)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("format", "rule"), PAIRS)
 def test_the_code_stays_in_registers(format, rule, capability):
     where = target(format, rule, LONGEST_ROW, capability >= 89)
     calls = norm_calls(where, LONGEST_ROW)
