@@ -176,6 +176,7 @@ def test_a_layer_with_scales_of_whole_shards(interpreter):
         check_layer(interpreter, layer, tokens=12, top_k=2)
 
 
+@pytest.mark.slow
 def test_many_tokens_and_none(interpreter):
     layer = layer_of("fp8_per_channel", 3, 96, 40)
     check_layer(interpreter, layer, tokens=300, top_k=2, dtype=torch.float16)
