@@ -89,6 +89,7 @@ def test_what_works(olq, arguments, said):
         ((*PLAN, "-c", "no/such/file.yaml"), 2, "no/such/file.yaml"),
         ((*PLAN, "-c", "/dev/zero"), 2, "it is a device, not a regular file"),
         ((*PLAN, "-c", os.curdir + "/"), 2, "it is a folder, not a regular file"),
+        ((*PLAN, "--quantization-config.linear.activation", "mxfp8"), 2, "quantized already, and none of these is"),
         (
             (
                 "plan",
