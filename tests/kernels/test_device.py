@@ -1,10 +1,12 @@
-"""Every device function has the bits of its namesake in the reference: see device_checks.py for what is tried."""
+"""Every device function has the bits of its namesake in the reference: see device_numbers.py for what is tried."""
 
 import ast
 import inspect
 
 import device_checks
+import device_numbers
 import pytest
+import torch
 from device_checks import CHECKS
 
 from olq_fx.kernels import device, device_scales
@@ -25,8 +27,8 @@ def test_every_device_function_is_tried(module):
 
 
 def test_the_numbers_are_those_where_something_changes():
-    values = device_checks.floats()
+    values = device_numbers.floats()
     assert len(values) > 1 << 17
-    found = set(values.view(device_checks.torch.int32).tolist())
+    found = set(values.view(torch.int32).tolist())
     assert {0, -(1 << 31), 0x7F800000, 0x00000001, 0x7F7FFFFF} <= found
     assert {0x3C800000, 0x3C7FFFFF, 0x3E800000, 0x3E800001, 0x40A00000, 0x409FFFFF} <= found
