@@ -145,8 +145,8 @@ def normalize_calls(
         norm: which.
         x: (R, K), not empty.
         target: what is written.
-        weight: (K,), contiguous, or None.
-        bias: (K,), contiguous, or None.
+        weight: (K,) or None.
+        bias: (K,) or None.
         residual: (R, K) or None.
         new_residual: (R, K) of the promoted dtype of `x` and `residual`; None without a residual.
         dtype: what the values are rounded to.
@@ -172,6 +172,7 @@ def _norm_call(
 ) -> Call:
     rows, k = x.shape
     tile = _row_tile(k, target)
+    weight, bias = (None if vector is None else vector.contiguous() for vector in (weight, bias))
     stream = (x if new_residual is None else new_residual).dtype
     constants = target.constants(tile) | {
         "LAYER": norm.layer,

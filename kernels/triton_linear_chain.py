@@ -177,7 +177,7 @@ def chain_call(
         "NATIVE": capability >= _FLOAT8,
     }
     codes, scale = map(as_bytes, parts)
-    residual = None if residual is None else residual.contiguous()
+    bias, residual = (None if added is None else added.contiguous() for added in (bias, residual))
     args = (*tensors_of(a, b), bias, residual, values, codes, scale, m, n, k, *strides_of(a, b), *scale.stride())
     width = n // 2 if chain.gated else n
     grid = (-(-m // chosen.block_m) * -(-width // chosen.block_n),)

@@ -232,7 +232,7 @@ def product_calls(
     m, n = out.shape
     instruction = instruction_of(a, b, k, capability, fast_accum)
     chosen = blocking or blocking_of(m, n, k, a, b, instruction, capability)
-    residual = None if residual is None else residual.contiguous()
+    bias, residual = (None if added is None else added.contiguous() for added in (bias, residual))
     partials = None
     if chosen.split_k > 1:
         kind = torch.int32 if instruction.dot == "int8" else torch.float32

@@ -98,6 +98,17 @@ def test_values_that_are_not_wanted_are_not_written(interpreter):
     assert_same_bits(parts, kept)
 
 
+def test_bias_and_residual_may_be_views(interpreter):
+    x, weight = case("mxfp8", "mxfp8", 5, 64, 96, torch.bfloat16)
+    bias, residual = torch.randn(128)[::2], torch.randn(64, 5).bfloat16().T
+    args = (x, "mxfp8", weight, "mxfp8", 96, torch.bfloat16, Chain(), "mxfp8", "ceil")
+    run = triton_linear_chain.linear_chain_quantize
+    viewed = interpreter.call(run, *args, bias=bias, residual=residual, keep=True, capability=90)
+    whole = bias.contiguous(), residual.contiguous()
+    plain = interpreter.call(run, *args, bias=whole[0], residual=whole[1], keep=True, capability=90)
+    assert_same_bits(viewed, plain)
+
+
 def test_a_row_that_is_not_finite_marks_its_own_groups_only(interpreter):
     x, w = torch.randn(20, 128).bfloat16(), torch.randn(128, 128)
     x[7, 3] = torch.nan

@@ -208,6 +208,17 @@ def test_scales_by_columns_and_values_beside_the_codes(interpreter, format):
         assert_same_bits([part.contiguous() for part in found], expected)
 
 
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_per_tensor_dynamic"])
+def test_weight_and_bias_may_be_views(interpreter, format):
+    x, weight, bias = torch.randn(5, 96).bfloat16(), torch.randn(192)[::2], torch.randn(1).expand(96)
+    norm, rule = Norm(layer=True), get_format(format).activation_rule
+    viewed = interpreter.call(triton_fused.normalize_quantize, norm, x, format, rule, weight, bias)
+    plain = interpreter.call(
+        triton_fused.normalize_quantize, norm, x, format, rule, weight.contiguous(), bias.contiguous()
+    )
+    assert_same_bits(viewed, plain)
+
+
 def test_what_does_not_fit_is_named():
     x = torch.randn(4, 6)
     with pytest.raises(ConfigurationError, match=r"shape \(4, 5\) beside one of \(4, 6\)"):

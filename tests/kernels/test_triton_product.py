@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from olq_fx import numerics
+from olq_fx import cost_model, numerics
 from olq_fx.formats import FORMATS, get_format
 from olq_fx.kernels import triton_product
 from olq_fx.kernels.triton_product import Blocking, instruction_of, operand_of, product_calls
@@ -63,6 +63,23 @@ def test_shapes_layouts_and_rows_of_every_kind(interpreter, scheme, data):
     x = data.draw(tensors(rows=(1, 20), columns=(3, 300), dtypes=[dtype], kinds=KINDS))
     w = data.draw(tensors(rows=(1, 90), columns=(x.shape[1], x.shape[1]), dtypes=[dtype], kinds=KINDS))
     check(interpreter, x, w, slot.activation or "", slot.weight, data.draw(st.sampled_from(CAPABILITIES)))
+
+
+VIEWS = {
+    "strided": lambda x: torch.stack((x, torch.full_like(x, torch.nan)), -1).flatten(-2)[..., ::2],
+    "reversed in memory": lambda x: x.flip(-1).contiguous().flip(-1),
+    "expanded": lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("m", [3, 70])
+def test_operands_may_be_views(interpreter, m, view):
+    """Also with split-K, whose second kernel reads bias and residual."""
+    x, w, bias, residual = (torch.randn(*shape).bfloat16() for shape in ((m, 512), (64, 512), (64,), (m, 64)))
+    laid = VIEWS[view]
+    check(interpreter, laid(x), laid(w), "", "mxfp8", 90, laid(bias), laid(residual))
+    check(interpreter, laid(x), laid(w), "fp8_per_token", "fp8_per_channel_static", 90, laid(bias), laid(residual))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -173,6 +190,18 @@ def test_the_instruction_for_a_pair(activation, weight, capability, dot, promote
     found = instruction_of(a, b, 256, capability)
     assert (found.dot, found.promote) == (dot, promote)
     assert not dataclasses.replace(found, promote=False).promote
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_cost_model_counts_the_instruction_that_is_used(activation, weight, capability):
+    a, b = operand_of(meta(activation, 32, 256), activation), operand_of(meta(weight, 64, 256), weight)
+    used = instruction_of(a, b, 256, capability).dot
+    fp4 = b.side == "e2m1"
+    rate = {"scaled": "fp4" if fp4 else "fp8", "fp16": "bf16"}.get(used, used)
+    counted = cost_model.instruction(get_format(weight), get_format(activation) if activation else None, capability)
+    assert counted.rate == rate
 
 
 def test_fast_accumulation_is_asked_for():
