@@ -9,6 +9,7 @@ Rows from `offsets[E]` on belong to nobody: nothing reads them.
 import triton
 import triton.language as tl
 
+from olq_fx.kernels.device_producers import activated
 from olq_fx.kernels.triton_encode import (
     load_tile,
     raise_statistic,
@@ -117,25 +118,13 @@ def _gated_tile(
         value = _rounded(gate * _rounded(sigmoid, DTYPE), DTYPE)
         up = _rounded(up + 1.0, DTYPE)
     else:
-        value = _rounded(_activated(gate, KIND), DTYPE)
+        value = _rounded(activated(gate, KIND), DTYPE)
     return _rounded(value * up, DTYPE)
 
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _activated(x, KIND: tl.constexpr):
-    if KIND == "silu":
-        return tl.div_rn(x, 1.0 + tl.exp(-x))
-    elif KIND == "gelu":
-        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        # x / 2 (1 + tanh u) as x / (1 + exp(-2 u)), which does not cancel.
-        inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
-        return tl.div_rn(x, 1.0 + tl.exp(-2.0 * inner))
 
 
 @triton.jit
