@@ -156,23 +156,24 @@ _ORIGINAL_PRODUCT = Instruction("bf16", "bf16")
 def instruction(weight: Format, activation: Format | None, capability: int) -> Instruction:
     """What multiplies codes of `weight` with those of `activation` (None: original precision).
 
-    From 100 on, MX and NVFP4 operands have block-scaled instructions, at the rate of fp8 where one of them is e4m3.
-    From 89 on there is fp8. int8 is everywhere. All else goes through bfloat16.
+    This is what the kernels do (`kernels/triton_product.py`; a test compares the two). int8 by int8 is everywhere. From
+    89 on e4m3 by e4m3 is where both have float32 scales. From 100 on operands of the same element under block scales of
+    one kind have block-scaled instructions. All else goes through bfloat16, which holds the operands exactly.
     """
     decoded = Instruction("bf16", f"bf16 (w{4 if weight.packed else 8}a16)")
-    if activation is None:
+    if activation is None or weight.element != activation.element:
         return decoded
-    elements = {weight.element, activation.element}
-    if elements == {"int8"}:
+    if weight.element == "int8":
         return Instruction("int8", "int8")
-    scales = {weight.scale, activation.scale}
-    if capability >= 100 and scales == {"e8m0"}:
-        return Instruction("fp4", "mxf4") if elements == {"e2m1"} else Instruction("fp8", "mxf8f6f4")
-    if capability >= 100 and scales == {"e4m3"}:
-        return Instruction("fp4", "mxf4nvf4")
-    if capability >= 89 and elements == {"e4m3"}:
-        return Instruction("fp8", "fp8")
-    return decoded
+    if weight.scale == activation.scale == "float32":
+        return Instruction("fp8", "fp8") if capability >= 89 else decoded
+    pieces = {(each.scale, each.group[1]) for each in (weight, activation)}
+    of_pieces = any(each.coarse is not None and each.coarse[1] is not None for each in (weight, activation))
+    if capability < 100 or len(pieces) > 1 or of_pieces:
+        return decoded
+    if weight.element == "e4m3":
+        return Instruction("fp8", "mxf8f6f4")
+    return Instruction("fp4", "mxf4" if weight.scale == "e8m0" else "mxf4nvf4")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
