@@ -165,8 +165,11 @@ def source_name(node: torch.fx.Node) -> str | None:
 def copy_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """A copy that may be rewritten: Dynamo reads the meta of its own graph after the backend is done.
 
-    The copy keeps no real tensor alive and is recognized by AOTAutograd as one from Dynamo.
+    The copy keeps no real tensor alive and is recognized by AOTAutograd as one from Dynamo. Like Dynamo's graphs, it
+    generates Python code only when that is read.
     """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     results: Any = graph.graph_copy(gm.graph, copies)
@@ -179,7 +182,7 @@ def copy_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
             source = getattr(original, "_dynamo_source", None if argument is None else argument.source)
             copied._dynamo_source = source
             copied.meta.pop("grapharg", None)
-    copy = torch.fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    copy = _LazyGraphModule(gm, graph, class_name=type(gm).__name__)
     copy.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks", "_backend_id"):
         if name in gm.__dict__:
