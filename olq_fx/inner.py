@@ -14,8 +14,9 @@ from torch.fx import GraphModule
 
 from olq_fx import errors, kernels, passes, torch_private
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest
-from olq_fx.kernels import ops
+from olq_fx.kernels import fused_quantize, ops
 from olq_fx.late_decomposition import LateDecompositions
+from olq_fx.passes import pipeline
 
 _INDUCTOR = "inductor"
 
@@ -64,6 +65,7 @@ class Inner:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
         tag: str = "",
+        refuse: Callable[[str, str, str], None] = lambda name, where, reason: None,
     ) -> Callable[..., Any]:
         """Compile a graph.
 
@@ -72,17 +74,26 @@ class Inner:
             inputs: real or fake, one for each placeholder.
             mode, options: as given to torch.compile: Inductor's settings, or keywords of another compiler.
             tag: what else the compiled code depends on.
+            refuse: is told what passes on the graph of aten operators refuse: the pass, where, and why.
         """
         if self.watch is not None:
             self.watch(gm)
         if self.compiler is None:
             settings = {**torch_private.mode_options(mode), **(options or {})}
             late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions())
+
+            def rewrite(graph: GraphModule) -> None:
+                for record in pipeline.run_late(graph):
+                    for reject in record.rejects:
+                        refuse(record.name, reject.where, reject.reason)
+                late.expand(graph)
+
+            fused_quantize.prepare()
             found = torch_private.compile_inductor(
                 gm,
                 inputs,
                 decompositions={**ops.decompositions(), **late.table()},
-                rewrite=late.expand,
+                rewrite=rewrite,
                 options=settings,
                 cache_tag=f"olq_fx:{sources()}:{tag}",
             )

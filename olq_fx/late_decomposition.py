@@ -1,7 +1,7 @@
 """Decompositions that take effect after AOTAutograd, each traced once for all calls alike.
 
     late = LateDecompositions({operator: function})
-    late.table()      for AOTAutograd: decomposes at once what has symbolic extents, and leaves the rest whole
+    late.table()      for AOTAutograd: leaves every call whole
     late.expand(gm)   puts the traced operations in the place of what was left
 
 A decomposition of twenty operations that AOTAutograd traces is traced, functionalized and matched against all of
@@ -42,8 +42,8 @@ class LateDecompositions:
         self._traced: dict[Key, GraphModule] = {}
 
     def table(self) -> dict[Any, Callable[..., Any]]:
-        """A table of decompositions that decline (NotImplemented) a call with static extents."""
-        return {target: _declining(function) for target, function in self._functions.items()}
+        """A table of decompositions that decline every call (NotImplemented)."""
+        return dict.fromkeys(self._functions, _decline)
 
     def expand(self, gm: GraphModule) -> None:
         """Replace every call that is left in a graph of aten operators with fake values."""
@@ -71,13 +71,8 @@ class LateDecompositions:
         return self._traced[key]
 
 
-def _declining(function: Callable[..., Any]) -> Callable[..., Any]:
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        static = all(isinstance(extent, int) for each in tensors for extent in (*each.shape, *each.stride()))
-        return NotImplemented if static else function(*args, **kwargs)
-
-    return decomposed
+def _decline(*args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
 
 
 def _tensor_nodes(node: Node) -> list[Node]:
@@ -90,7 +85,8 @@ def _without(node: Node, inputs: Sequence[Node]) -> Any:
 
 
 def _described(fake: Tensor) -> Key:
-    return tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device
+    # As text: symbols are equal by name within a compilation, and cannot be hashed.
+    return str(tuple(fake.shape)), str(tuple(fake.stride())), fake.dtype, fake.device
 
 
 def _store_once(node: Node, traced: Graph) -> None:
@@ -114,7 +110,7 @@ def _is_pointwise(node: Node) -> bool:
 def _source(node: Node) -> Node:
     """What a value is a view of."""
     while node.target in _VIEWS:
-        [node] = node.all_input_nodes
+        node = node.all_input_nodes[0]
     return node
 
 

@@ -446,6 +446,65 @@ def is_pointwise(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
+def is_inlined(target: object) -> bool:
+    """Whether Inductor puts a pointwise operator into the loops around it."""
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    return is_pointwise(target) and target in lowerings and target not in fallbacks
+
+
+def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call of an operator by name, with the defaults of its schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    named = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return named | {each.name: value for each, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+
+
+def known_equal(a: Any, b: Any) -> bool:
+    """Whether two extents are known to be equal, without a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a == b))
+
+
+def operator_name(target: object) -> str:
+    """What an operator is called in messages: `aten.add.Tensor`."""
+    return str(target)
+
+
+def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module that runs a graph, which owns nothing."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(nn.Module(), graph)
+
+
+def sort_graph(graph: torch.fx.Graph) -> None:
+    """Move nodes that stand before what they read behind it, and leave the others in their order."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
+def drop_dead_code(gm: torch.fx.GraphModule) -> None:
+    """Remove what nobody reads from a graph of aten operators, but for what writes to memory."""
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def viewed(node: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
+    """A tensor with all its elements in their order, in the shape that another node has."""
+    value = like.meta["val"]
+    graph = node.graph
+    shape = [extent if isinstance(extent, int) else number_to_node(graph, extent) for extent in value.shape]
+    made = graph.call_function(torch.ops.aten.reshape.default, (node, shape))
+    made.meta = {**like.meta, "val": node.meta["val"].reshape(value.shape)}
+    return made
+
+
 def schema_writes(target: object) -> bool:
     """Whether the schema of an operator says that it writes to an argument."""
     return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
@@ -598,3 +657,22 @@ def runs_at_once() -> bool:
 def in_backward() -> bool:
     """Whether autograd's engine is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+HigherOrderOperator = torch._ops.HigherOrderOperator
+"""An operator whose arguments may be graphs."""
+
+
+def implement_higher_order(operator: Any, computed: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Say what an operator does to tensors, and what it returns for fake ones. It has no gradient."""
+    from torch._C import DispatchKey
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fake(mode: FakeTensorMode, *args: Any) -> Any:
+        with mode:
+            return shapes(*args)
+
+    for key in (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.AutogradMeta):
+        operator.fallthrough(key)
+    operator.py_impl(DispatchKey.CompositeExplicitAutograd)(computed)
+    operator.py_impl(FakeTensorMode)(fake)

@@ -18,6 +18,7 @@ from olq_fx.passes.annotate import Annotate
 from olq_fx.passes.base import Context, Pass, Reject
 from olq_fx.passes.canonicalize import Canonicalize
 from olq_fx.passes.clean_up import CleanUp
+from olq_fx.passes.fuse_quantize import FuseQuantize
 from olq_fx.passes.fuse_residual import FuseResidual
 from olq_fx.passes.fxtools import target_name, value_of
 from olq_fx.passes.open_attention import OpenAttention
@@ -34,6 +35,9 @@ PASSES: tuple[Callable[[Context], Pass], ...] = (
     CleanUp,  # last: drops what the others left over
 )
 """What runs, in this order; each entry says why it stands there."""
+
+LATE_PASSES: tuple[Callable[[], Pass], ...] = (FuseQuantize,)
+"""What runs on the graph of aten operators that AOTAutograd makes, where what is pointwise is one kind of node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +78,15 @@ def run(gm: GraphModule, context: Context, *, dump_dir: Path | None = None) -> t
         _dump(gm, dump_dir, number, records[-1].name)
     gm.recompile()
     return tuple(records)
+
+
+def run_late(gm: GraphModule) -> tuple[PassRecord, ...]:
+    """Run the late passes on a graph of aten operators, in place.
+
+    Raises:
+        AssertionError: a pass left a malformed graph, or other results in shape or dtype.
+    """
+    return tuple(run_one(gm, make()) for make in LATE_PASSES)
 
 
 def run_one(gm: GraphModule, step: Pass) -> PassRecord:

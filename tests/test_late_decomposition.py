@@ -1,5 +1,6 @@
 """Quantization that is expanded after AOTAutograd: traced once for calls alike, and nothing of it is left."""
 
+import uuid
 from typing import Any
 
 import pytest
@@ -95,12 +96,32 @@ def test_a_result_that_nobody_reads_and_one_that_two_read():
     assert_same_bits(list(expanded(reads, x)(x)), list(reads(x)))
 
 
-def test_symbolic_extents_are_decomposed_at_once():
+def test_every_call_is_left_for_later():
     [decline] = late().table().values()
     assert decline(torch.randn(2, 32), "mxfp8", "ceil") is NotImplemented
-    gm = make_fx(lambda x: decline(x, "mxfp8", "ceil"), tracing_mode="symbolic")(torch.randn(3, 32))
-    assert targets(gm)
-    assert QUANTIZE not in targets(gm)
+
+
+def test_symbolic_extents_are_expanded_too(monkeypatch: pytest.MonkeyPatch):
+    """Also where columns are padded: one graph serves every batch."""
+    left = []
+    expand = LateDecompositions.expand
+
+    def watched(self: LateDecompositions, gm: torch.fx.GraphModule) -> None:
+        before = targets(gm).count(QUANTIZE)
+        expand(self, gm)
+        left.append((before, targets(gm).count(QUANTIZE)))
+
+    monkeypatch.setattr(LateDecompositions, "expand", watched)
+    torch.manual_seed(0)
+    eager, compiled = (nn.Sequential(nn.Linear(40, 72), nn.SiLU(), nn.Linear(72, 64)) for _ in range(2))
+    compiled.load_state_dict(eager.state_dict())
+    olq_fx.quantize_(eager, "fp8_per_block")
+    fast = torch.compile(compiled, backend=olq_fx.backend("fp8_per_block"), dynamic=True)
+    with torch.no_grad(), torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex):
+        for rows in (5, 9, 130):
+            x = torch.randn(rows, 40)
+            assert_same_bits(fast(x), eager(x))
+    assert left == [(2, 0)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -1,0 +1,238 @@
+"""Inductor's lowering of `fused_quantize`: one Triton template for all of it.
+
+Where the body has products, a program computes a tile of each, applies the body to them in registers, and quantizes
+groups that lie in the tile. Else a program owns rows: it takes the body's reductions over them, one after the other.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from olq_fx import numerics, torch_templates
+from olq_fx.formats import Format, get_format
+from olq_fx.kernels import template_bodies, triton_ops
+from olq_fx.kernels.fused_quantize import Plain, Product, body_of, fused_quantize
+from olq_fx.kernels.template_bodies import Body
+from olq_fx.kernels.template_sources import (
+    PRODUCT_IMPORTS,
+    ROW_IMPORTS,
+    ProductText,
+    Side,
+    product_source,
+    row_source,
+)
+from olq_fx.kernels.triton_linear_chain import Chain, chain_blocking
+from olq_fx.kernels.triton_product import Blocking, Operand, constants_of, instruction_of, operand_of
+from olq_fx.kernels.triton_quantize import by_row, coarse_columns
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FLOAT8 = 89
+_ROW_ELEMENTS = 2048
+_WARP_ELEMENTS = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Target:
+    """What is written.
+
+    Attributes:
+        body: the stages.
+        tensors: of the body, in memory.
+        format: of the parts.
+        rule: of their scales.
+        shape: (M, K) of what is quantized.
+        device: of all.
+        kept: dtypes of what is kept.
+    """
+
+    body: Body
+    tensors: Sequence[Any]
+    format: Format
+    rule: str
+    shape: tuple[Any, int]
+    device: torch.device
+    kept: tuple[torch.dtype, ...]
+
+    @property
+    def capability(self) -> int:
+        """Of the GPU."""
+        return triton_ops.capability_of(self.device)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of the format, as the sources want them; GROUP_K is 0 where a group is a row."""
+        columns = self.format.group[1]
+        return {
+            "ELEMENT": self.format.element,
+            "SCALE": self.format.scale,
+            "RULE": self.rule,
+            "GROUP_K": columns or 1,
+            "LOG": (columns or 1).bit_length() - 1,
+            "COARSE": coarse_columns(self.format),
+            "NATIVE": self.capability >= _FLOAT8,
+            "BY_ROW": by_row(self.format),
+            "HAS_COARSE": self.format.coarse is not None,
+        }
+
+    def launched(
+        self,
+        name: str,
+        source: str,
+        imports: str,
+        grid: Callable[..., tuple[int, int, int]],
+        tiles: Sequence[torch_templates.Choice | Any],
+        inputs: Sequence[Any],
+        sizes: Sequence[Any],
+    ) -> list[Any]:
+        """The kernel's results."""
+        rows, columns = self.shape
+        codes, *scales = numerics.part_specs(self.format, 1, columns)
+        outputs = [torch_templates.new_buffer((rows, spec.shape[1]), spec.dtype, self.device) for spec in scales] + [
+            torch_templates.new_buffer(self.shape, dtype, self.device) for dtype in self.kept
+        ]
+        template = torch_templates.make_template(name, source, grid, imports)
+        choices = [
+            torch_templates.Choice(template, {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": tile[2]}, *tile[3:])
+            for tile in tiles
+        ]
+        like = torch_templates.layout((rows, codes.shape[1]), codes.dtype, self.device)
+        scalars = [
+            torch_templates.scalar(each, torch.float32 if each[0] in "yr" else torch.int64, self.device)
+            for each in self.body.inputs
+            if each[0] != "t"
+        ]
+        bodies = [torch_templates.scalar_body(stage.graph, [*scalars, *self.tensors]) for stage in self.body.stages]
+        made = torch_templates.launch(name, choices, inputs, outputs, like, sizes, bodies, self.tensors)
+        return [made, *outputs]
+
+
+def register() -> None:
+    """Tell Inductor."""
+    torch_templates.register_lowering(fused_quantize, lower)
+
+
+def lower(body: str, products: Sequence[Plain], tensors: Sequence[Any], format: str, rule: str) -> list[Any]:
+    """The parts and what is kept, as buffers of Inductor."""
+    graph = body_of(body)
+    [results] = graph.graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    whole, *kept = (node.meta["val"] for node in results)
+    realized = [torch_templates.realized(tensor) for tensor in tensors]
+    found = [Product(*each) for each in products]
+    rows = (
+        found[0].x[0].get_size()[0]
+        if found
+        else next(
+            tensor.get_size()[0]
+            for tensor, node in zip(realized, graph.graph.find_nodes(op="placeholder"), strict=True)
+            if template_bodies.kind_of(node) == "full" and _is_whole(node, whole)
+        )
+    )
+    device = (found[0].x[0] if found else realized[0]).get_device()
+    target = _Target(
+        template_bodies.cut(graph),
+        realized,
+        get_format(format),
+        rule,
+        (rows, int(whole.shape[1])),
+        device,
+        tuple(value.dtype for value in kept),
+    )
+    return _with_products(target, found) if found else _with_rows(target)
+
+
+def _is_whole(node: torch.fx.Node, whole: torch.Tensor) -> bool:
+    """Whether an input has all rows, and is not one that is repeated."""
+    return all(user.target is not torch.ops.aten.repeat_interleave.self_int for user in node.users)
+
+
+def _inputs(target: _Target) -> list[str]:
+    return [name for name in target.body.inputs if name[0] != "t"]
+
+
+# Products
+
+
+def _tile_grid(rows: int, columns: int, meta: Any, *, cdiv: Callable[[int, int], int]) -> tuple[int, int, int]:
+    return cdiv(rows, meta["BLOCK_M"]) * cdiv(columns, meta["BLOCK_N"]), 1, 1
+
+
+def _with_products(target: _Target, products: Sequence[Product]) -> list[Any]:
+    shared, width = products[0], target.shape[1]
+    a = _operand(shared.x, shared.activation_format)
+    weights = [_operand(each.weight, each.weight_format) for each in products]
+    instruction = instruction_of(a, weights[0], shared.k, target.capability)
+    blocking = _blocking(target, a, weights, shared.k)
+    constants = {
+        **constants_of(a, weights[0], instruction, blocking, shared.k),
+        **target.constants,
+        "K": shared.k,
+        "DTYPE": _NAMES[shared.dtype],
+    }
+    side, inputs = _side("A", a), _buffers(shared.x, shared.activation_format)
+    texts = []
+    for i, (each, operand) in enumerate(zip(products, weights, strict=True)):
+        bias = "" if each.bias is None else f"BIAS{i}"
+        uniform = operand.outer == "k" and operand.group % blocking.block_n == 0 and each.first % operand.group == 0
+        texts.append(ProductText(_side(f"B{i}", operand), bias, each.first, operand.codes.shape[0], uniform))
+        inputs += _buffers(each.weight, each.weight_format)
+        inputs += [torch_templates.contiguous(each.bias)] if bias else []
+    source = product_source(side, texts, constants, _inputs(target), len(target.kept), width)
+    tile = (blocking.block_m, blocking.block_n, blocking.block_k, blocking.num_warps, blocking.num_stages)
+    return target.launched(
+        "olq_fx_linear_quantize", source, PRODUCT_IMPORTS, _tile_grid, [tile], inputs, [target.shape[0], width]
+    )
+
+
+def _blocking(target: _Target, a: Operand, weights: Sequence[Operand], k: int) -> Blocking:
+    rows, width = torch_templates.hint(target.shape[0]), target.shape[1]
+    chain = Chain("silu", "paired") if len(weights) > 1 else Chain()
+    columns = width * len(weights)
+    instruction = instruction_of(a, weights[0], k, target.capability)
+    return chain_blocking(rows, columns, k, a, weights[0], instruction, target.format, chain, target.capability)
+
+
+def _operand(parts: Sequence[Any], format: str) -> Operand:
+    """The operand that a kernel sees, of tensors without values."""
+    shapes = [
+        torch.empty([torch_templates.hint(extent) for extent in part.get_size()], dtype=part.get_dtype(), device="meta")
+        for part in parts
+    ]
+    return operand_of(shapes, format)
+
+
+def _side(name: str, operand: Operand) -> Side:
+    return Side(name, operand.inner_scale is not None, operand.outer_scale is not None, operand.constants)
+
+
+def _buffers(parts: Sequence[Any], format: str) -> list[Any]:
+    """The parts in the order of `Side.arguments`: codes and coarse scales row by row, others by their strides."""
+    if not format:
+        return [torch_templates.contiguous(parts[0])]
+    codes, scale, *rest = parts
+    return [
+        torch_templates.contiguous(codes),
+        torch_templates.realized(scale),
+        *(torch_templates.contiguous(part) for part in rest),
+    ]
+
+
+# Rows
+
+
+def _row_grid(rows: int, meta: Any, *, cdiv: Callable[[int, int], int]) -> tuple[int, int, int]:
+    return cdiv(rows, meta["BLOCK_M"]), 1, 1
+
+
+def _with_rows(target: _Target) -> list[Any]:
+    width = target.shape[1]
+    log = max(7, (width - 1).bit_length())
+    stages = [(stage.reduction, _NAMES[stage.dtype]) for stage in target.body.stages if stage.reduction]
+    constants = {**target.constants, "LOG_ROW": log}
+    source = row_source(stages, constants, _inputs(target), len(target.kept), width)
+    block_m = max(1, _ROW_ELEMENTS >> log)
+    warps = min(16, max(1, (block_m << log) // _WARP_ELEMENTS))
+    tile = (block_m, 1 << log, 1, warps, 1)
+    return target.launched("olq_fx_rows_quantize", source, ROW_IMPORTS, _row_grid, [tile], [], [target.shape[0]])

@@ -1,0 +1,289 @@
+"""The text of the templates that fuse quantization with what is before it: see `template_lowering`.
+
+A source is Triton with Inductor's hooks. What a model decides (which products there are, what is kept, which constants
+hold) is written out, so that a kernel has no argument that it does not need.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PRODUCT_IMPORTS = (
+    "from olq_fx.kernels.device_producers import rounded_to\n"
+    "from olq_fx.kernels.triton_encode import write_tile\n"
+    "from olq_fx.kernels.triton_matmul import sum_over, tile_at, with_constants"
+)
+
+ROW_IMPORTS = (
+    "from olq_fx.kernels.device_producers import row_mean\n"
+    "from olq_fx.kernels.triton_encode import row_bits, write_row_scale, write_row_tile, write_tile"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Side:
+    """An operand of a product in a source.
+
+    Attributes:
+        name: of its codes: `A`, `B0`.
+        inner, outer: whether it has scales of these names after an underscore.
+        constants: those of `triton_product.Operand`.
+    """
+
+    name: str
+    inner: bool
+    outer: bool
+    constants: tuple[Any, ...]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of the kernel."""
+        return (
+            self.name,
+            *((f"{self.name}_INNER",) if self.inner else ()),
+            *((f"{self.name}_OUTER",) if self.outer else ()),
+        )
+
+    @property
+    def pointers(self) -> str:
+        """Codes, inner and outer scales, as `sum_over` takes them: codes and inner scales as bytes."""
+        plain = self.constants[0] == "plain"
+        codes = self.name if plain else _bytes(self.name)
+        inner = _bytes(f"{self.name}_INNER") if self.inner else "None"
+        return f"{codes}, {inner}, {self.outer_pointer}"
+
+    @property
+    def outer_pointer(self) -> str:
+        """Of the outer scales."""
+        return f"{self.name}_OUTER" if self.outer else "None"
+
+    @property
+    def strides(self) -> str:
+        """Of codes by row, of inner and outer scales by row and column."""
+        found = [_stride(self.name, 0)]
+        for there, name in ((self.inner, f"{self.name}_INNER"), (self.outer, f"{self.name}_OUTER")):
+            found += [_stride(name, 0), _stride(name, 1)] if there else ["0", "0"]
+        return ", ".join(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProductText:
+    """One product of a source.
+
+    Attributes:
+        weight: its operand.
+        bias: the name of its bias, "" for none.
+        first: of its columns.
+        rows: of its weight.
+        uniform: whether all columns of a tile share one scale along K.
+    """
+
+    weight: Side
+    bias: str
+    first: int
+    rows: int
+    uniform: bool
+
+
+def _bytes(pointer: str) -> str:
+    return f"{pointer}.to(tl.pointer_type(tl.uint8), bitcast=True)"
+
+
+def _stride(name: str, dim: int) -> str:
+    return f'{{{{stride("{name}", {dim})}}}}'
+
+
+def _literals(values: Sequence[Any]) -> str:
+    return ", ".join(map(repr, values))
+
+
+def product_source(
+    x: Side, products: Sequence[ProductText], constants: Mapping[str, Any], inputs: Sequence[str], kept: int, width: int
+) -> str:
+    """The kernel that multiplies, applies a body, and quantizes.
+
+    Args:
+        x: the operand that all products share.
+        products: which.
+        constants: those of `triton_product.constants_of`, with K, DTYPE and those of the format that is written.
+        inputs: what the body takes, but for tensors.
+        kept: how many values are written beside the quantized ones.
+        width: columns of the result.
+    """
+    weights = [name for each in products for name in (*each.weight.arguments, *((each.bias,) if each.bias else ()))]
+    outputs = ["SCALE", *(f"KEPT{i}" for i in range(kept))]
+    names = ", ".join(f'"{name}"' for name in (*x.arguments, *weights, *outputs))
+    lines = [
+        f"{{{{def_kernel({names})}}}}",
+        '    M = {{size("A", 0)}}',
+        f"    WIDTH: tl.constexpr = {width}",
+        f"    tile_m, tile_n = tile_at(tl.program_id(0), M, WIDTH, BLOCK_M, BLOCK_N, {constants['GROUP']})",
+        "    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)",
+        "    first = tile_n * BLOCK_N",
+        "    inside = first + tl.arange(0, BLOCK_N) < WIDTH",
+    ]
+    for i, each in enumerate(products):
+        lines += _product(i, x, each, constants)
+    lines += _places("first + tl.arange(0, BLOCK_N)")
+    lines += _modifications(0, inputs, kept + 1)
+    lines += _kept(range(1, kept + 1), "first + tl.arange(0, BLOCK_N)")
+    lines += [
+        f"    write_tile(v0, {_bytes('{{output()}}')}, {_scale(constants)}, None, None, rows, first, {_stride('SCALE', 0)},",
+        f"        {_stride('SCALE', 1)}, M, WIDTH, {_format(constants, '1, ')})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _product(i: int, x: Side, each: ProductText, constants: Mapping[str, Any]) -> list[str]:
+    shared = [constants[name] for name in ("DOT", "PARTS", "PROMOTE", "EVEN_K")]
+    k, n = constants["K"], each.rows
+    side = f"{x.constants[3]!r}, {each.weight.constants[3]!r}, {x.constants[4]!r}, {each.weight.constants[4]!r}"
+    lines = [
+        f"    columns = tl.where(inside, {each.first} + first + tl.arange(0, BLOCK_N), {n})",
+        f"    acc = sum_over({x.pointers}, {each.weight.pointers}, rows, columns, 0, {k}, M, {n}, {k},",
+        f"        {x.strides}, {each.weight.strides}, {_literals(x.constants)}, {_literals(each.weight.constants)},",
+        f"        {_literals(shared)}, {each.uniform}, False, BLOCK_K)",
+        f"    y{i} = with_constants(acc, {x.outer_pointer}, {each.weight.outer_pointer}, rows, columns, M, {n},",
+        f"        {x.strides.split(', ')[3]}, {each.weight.strides.split(', ')[3]}, {side}, False)",
+    ]
+    if each.bias:
+        lines.append(
+            f"    y{i} += tl.load({each.bias} + columns, mask=columns < {n}, other=0.0).to(tl.float32)[None, :]"
+        )
+    return [*lines, f"    y{i} = rounded_to(y{i}, {constants['DTYPE']!r})"]
+
+
+def _places(columns: str) -> list[str]:
+    """Rows and columns of elements, within the tensors: what is beyond is computed and not written."""
+    return [
+        "    m = tl.minimum(rows, M - 1)[:, None]",
+        f"    n = tl.minimum({columns}, WIDTH - 1)[None, :]",
+    ]
+
+
+def _modifications(first: int, inputs: Sequence[str], count: int, begin: int = 0) -> list[str]:
+    """Values v0, v1, ... (BLOCK_M, BLOCK_N) in float32, of the body's stages `first`, `first` + 1, ..."""
+    lines = [f"    {name} = m // {name.removeprefix('m_')}" for name in inputs if name.startswith("m_")]
+    for i in range(count):
+        lines += _modification(first + i, f"v{begin + i}", inputs)
+    return lines
+
+
+def _modification(number: int, name: str, inputs: Sequence[str]) -> list[str]:
+    given = ", ".join(f'{each}="{each}"' for each in inputs)
+    shapes = ", ".join(f'"{each}": {_shape(each)}' for each in inputs)
+    hook = f'modification(subgraph_number={number}, output_name="{name}", input_shapes={{{shapes}}}, {given})'
+    return [
+        f"    {{{{ {hook} | indent_except_first(1) }}}}",
+        f"    {name} = tl.broadcast_to({name}, (BLOCK_M, BLOCK_N)).to(tl.float32)",
+    ]
+
+
+def _shape(name: str) -> str:
+    """The shape of an input of a stage, as Inductor tracks it."""
+    if name == "n":
+        return '("1", "BLOCK_N")'
+    return '("BLOCK_M", "BLOCK_N")' if name.startswith("y") else '("BLOCK_M", "1")'
+
+
+def _kept(numbers: Sequence[int], columns: str) -> list[str]:
+    lines = []
+    for i in numbers:
+        pointer = f"KEPT{i - 1}"
+        lines += [
+            f"    at = rows.to(tl.int64)[:, None] * {_stride(pointer, 0)} + ({columns})[None, :]",
+            f"    tl.store({pointer} + at, v{i}.to({pointer}.dtype.element_ty), mask=(rows[:, None] < M) & (({columns})[None, :] < WIDTH))",
+        ]
+    return lines
+
+
+def _scale(constants: Mapping[str, Any]) -> str:
+    return "SCALE" if constants["SCALE"] == "float32" else _bytes("SCALE")
+
+
+def _format(constants: Mapping[str, Any], group_m: str) -> str:
+    written = [constants[name] for name in ("ELEMENT", "SCALE", "RULE")]
+    rest = [constants[name] for name in ("GROUP_K", "COARSE", "LOG", "NATIVE")]
+    return f"{_literals(written)}, {group_m}{_literals(rest)}"
+
+
+def row_source(
+    stages: Sequence[tuple[str, str]], constants: Mapping[str, Any], inputs: Sequence[str], kept: int, width: int
+) -> str:
+    """The kernel in which a program owns whole rows: reductions over them, a body, and quantization.
+
+    Args:
+        stages: of each reduction its name and the dtype that it is rounded to.
+        constants: those of the format that is written, with BY_ROW, COARSE and LOG_ROW.
+        inputs: what the body takes, but for tensors.
+        kept: how many values are written beside the quantized ones.
+        width: columns of a row, at most 2^LOG_ROW.
+    """
+    coarse = ["COARSE"] if constants["HAS_COARSE"] else []
+    outputs = ["SCALE", *coarse, *(f"KEPT{i}" for i in range(kept))]
+    names = ", ".join(f'"{name}"' for name in outputs)
+    lines = [
+        f"{{{{def_kernel({names})}}}}",
+        '    M = {{size("SCALE", 0)}}',
+        f"    WIDTH: tl.constexpr = {width}",
+        "    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)",
+        "    inside = tl.arange(0, BLOCK_N)[None, :] < WIDTH",
+        *_places("tl.arange(0, BLOCK_N)"),
+    ]
+    known = [name for name in inputs if not name.startswith("r")]
+    lines += [f"    {name} = m // {name.removeprefix('m_')}" for name in inputs if name.startswith("m_")]
+    for i, (reduction, dtype) in enumerate(stages):
+        given = [*known, *(name for name in inputs if name.startswith("r"))]
+        lines += _modification(i, "tile", [name for name in given if _known(name, i)])
+        lines += _reduced(i, reduction, dtype, constants["LOG_ROW"])
+    for i in range(kept + 1):
+        lines += _modification(len(stages) + i, f"v{i}", inputs)
+    lines += _kept(range(1, kept + 1), "tl.arange(0, BLOCK_N)")
+    lines.append("    v0 = tl.where(inside, v0, 0.0)")
+    return "\n".join([*lines, *_row_sink(constants)]) + "\n"
+
+
+def _known(name: str, stage: int) -> bool:
+    """Whether an input of a stage is there when it is computed."""
+    return not name.startswith("r") or int(name[1:].partition("_")[0]) < stage
+
+
+def _reduced(i: int, reduction: str, dtype: str, log: int) -> list[str]:
+    """`r{i}` (BLOCK_M, 1) of `tile`."""
+    cast = "" if dtype == "fp32" else f".to(tl.{'bfloat16' if dtype == 'bf16' else 'float16'}).to(tl.float32)"
+    if reduction == "amax":
+        return [
+            '    tile = tl.where(inside, tile, float("-inf"))',
+            f"    r{i} = tl.reduce(tile, 1, triton_helpers.maximum)[:, None]{cast}",
+        ]
+    lines = ["    tile = tl.where(inside, tile, 0.0)"]
+    if reduction == "sum":
+        return [*lines, f"    r{i} = (row_mean(tile, 1.0, {log}))[:, None]{cast}"]
+    if reduction == "mean":
+        return [*lines, f"    r{i} = row_mean(tile, WIDTH, {log})[:, None]{cast}"]
+    return [
+        *lines,
+        f"    r{i}_mean = row_mean(tile, WIDTH, {log})[:, None]",
+        f"    tile = tl.where(inside, tile - r{i}_mean, 0.0)",
+        f"    r{i} = row_mean(tile * tile, WIDTH, {log})[:, None]{cast}",
+        f"    r{i}_mean = r{i}_mean{cast}",
+    ]
+
+
+def _row_sink(constants: Mapping[str, Any]) -> list[str]:
+    coarse = "COARSE" if constants["HAS_COARSE"] else "None"
+    written = [constants[name] for name in ("ELEMENT", "SCALE", "RULE")]
+    strides = f"{_stride('SCALE', 0)}, {_stride('SCALE', 1)}"
+    codes, scale = _bytes("{{output()}}"), _scale(constants)
+    if not constants["BY_ROW"]:
+        return [
+            f"    write_tile(v0, {codes}, {scale}, {coarse}, None, rows, 0, {strides}, M, WIDTH,",
+            f"        {_format(constants, '1, ')})",
+        ]
+    rest = [constants[name] for name in ("GROUP_K", "LOG", "NATIVE")]
+    return [
+        f"    of_row = write_row_scale(row_bits(v0, {written[1]!r}), {scale}, {coarse}, rows, {_stride('SCALE', 0)}, M,",
+        f"        {_literals(written)})",
+        f"    write_row_tile(v0, of_row, {codes}, {scale}, rows, 0, {strides}, M, WIDTH, {_literals(written[:2])},",
+        f"        {_literals(rest)})",
+    ]

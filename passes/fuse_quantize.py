@@ -1,0 +1,185 @@
+"""Makes one kernel of a quantization on a GPU and of what leads up to it.
+
+    %y : "bf16[M, N]" = olq_fx.quantized_linear(%gate, ...)
+    %z : "bf16[M, N]" = olq_fx.quantized_linear(%up, ...)
+    %s = silu(%y) * %z                                            any pointwise operations
+    %q = olq_fx.quantize(%s, format, rule)
+->
+    %q = olq_fx_fused_quantize(body, [gate, up], [], format, rule)
+
+and likewise of a norm, which has reductions over rows, with the addition of a residual before it. What others read too
+(the residual stream) is a result of the same call.
+
+It runs on the graph of aten operators. A quantization that has neither products nor reductions before it stays as it
+is: Inductor makes one kernel of it and of what is pointwise before it.
+"""
+
+import collections
+import dataclasses
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from olq_fx import torch_private
+from olq_fx.formats import get_format
+from olq_fx.kernels.fused_quantize import Product, fused_quantize, remember
+from olq_fx.passes.base import PassResult, Reject
+from olq_fx.passes.fxtools import caller, tensor_of
+from olq_fx.passes.region_bodies import CannotSay, RegionBody
+from olq_fx.passes.row_regions import DTYPES, Piece, Region, find, piece_of
+
+_QUANTIZE = torch.ops.olq_fx.quantize.default
+LONGEST_ROW = 8192
+"""Columns of a row that one program holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FuseQuantize:
+    """Fuses quantizations with their producers.
+
+    Attributes:
+        devices: kinds of devices whose compiler makes one kernel of the call.
+    """
+
+    devices: tuple[str, ...] = ("cuda",)
+    name: ClassVar[str] = "fuse_quantize"
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        """Fuse what can be fused."""
+        fused = 0
+        rejects = []
+        for node in [each for each in gm.graph.nodes if each.target is _QUANTIZE]:
+            x = tensor_of(node.args[0])
+            if x is None or x.device.type not in self.devices or x.dtype not in DTYPES:
+                continue
+            try:
+                fused += _fuse(node)
+            except CannotSay as reason:
+                rejects.append(Reject(caller(node) or node.name, f"its quantization is a kernel of its own: {reason}"))
+        if fused:
+            torch_private.drop_dead_code(gm)
+        return PassResult(fused, tuple(rejects))
+
+
+def _fuse(quantize: Node) -> bool:
+    """Fuse one quantization; False where there is nothing to fuse it with.
+
+    Raises:
+        CannotSay: there is, and it cannot be.
+    """
+    root = quantize.args[0]
+    assert isinstance(root, Node)
+    region = find(root)
+    found = [piece for leaf in region.leaves if (piece := piece_of(region, leaf)) is not None]
+    pieces, why_not = _pieces(region, found, quantize)
+    if not pieces and not region.reductions:
+        if found and region.inside:
+            raise CannotSay(why_not)
+        return False
+    if not pieces:
+        _check_rows(region, str(quantize.args[1]))
+    _rewrite(quantize, RegionBody(region, pieces, quantize))
+    return True
+
+
+def _check_rows(region: Region, format: str) -> None:
+    columns = region.shape[1]
+    if not isinstance(columns, int) or columns > LONGEST_ROW:
+        raise CannotSay(f"rows of {columns} columns are longer than {LONGEST_ROW}, which is what one program holds")
+    found = get_format(format)
+    if (found.group[0] or 0) != 1 or (found.coarse is not None and found.coarse[0] != 1):
+        raise CannotSay(f"{format} has a statistic of more than a row")
+
+
+def _pieces(region: Region, found: list[Piece], quantize: Node) -> tuple[list[Piece], str]:
+    """The products that are computed in the same kernel, and why there is none."""
+    format = str(quantize.args[1])
+    if region.reductions:
+        return [], "a norm reads the product, whose rows no program holds"
+    for piece in found:
+        if not _is_own(region, piece, [each for each in found if each.product is piece.product]):
+            found = [each for each in found if each is not piece]
+    if not found:
+        return [], "others read the product too"
+    group = get_format(format)
+    if group.group[0] != 1 or group.group[1] is None or group.coarse is not None:
+        return [], f"{format} has a statistic of more than a piece of a row, which no tile of a product holds"
+    if any(not isinstance(extent, int) for extent in region.shape[1:]):
+        return [], "its rows have a symbol's number of columns"
+    sharing = collections.Counter(map(_sharing, found))
+    most, _ = sharing.most_common(1)[0]
+    return [piece for piece in found if _sharing(piece) == most][:2], ""
+
+
+def _sharing(piece: Piece) -> tuple[Any, ...]:
+    """What products have in common that one kernel can compute: activations, formats, K, dtype."""
+    x, activation_format, _, weight_format, k, dtype, *_ = piece.product.args
+    assert isinstance(x, (list, tuple))
+    return tuple(x), activation_format, weight_format, k, dtype
+
+
+def _is_own(region: Region, piece: Piece, alike: list[Piece]) -> bool:
+    """Whether nothing but the region reads a product."""
+    read = {each.path[0] if each.path else each.product for each in alike}
+    path = {node for each in alike for node in each.path} | {piece.product}
+    waiting = [piece.product]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if user in path:
+                waiting.append(user)
+            elif node in read and user in region.inside:
+                continue
+            elif not (user.target is operator.getitem and not user.users):
+                split = any(each in path for each in user.users)
+                if not split:
+                    return False
+                waiting.append(user)
+    return True
+
+
+def _rewrite(quantize: Node, body: RegionBody) -> None:
+    """Put the call in the place of a quantization, and its results in that of what is kept."""
+    made = body.graph_module()
+    graph = quantize.graph
+    with graph.inserting_before(quantize):
+        products = [_plain(piece) for piece in body.pieces]
+        args = (remember(made), products, body.tensors(graph), *quantize.args[1:3])
+        fused = graph.call_function(fused_quantize, args)
+        parts: Any = quantize.meta["val"]
+        values = [matrix.meta["val"] for matrix in made.graph.output_node().args[0][1:]]  # type: ignore[index, union-attr]
+        fused.meta = {**quantize.meta, "val": [*parts, *values]}
+        for i, node in enumerate(body.kept):
+            _hand_over(node, _result(fused, len(parts) + i, values[i]), body.region, quantize)
+    quantize.replace_all_uses_with(fused)
+    graph.erase_node(quantize)
+    # What reads a result that is kept may stand before the call.
+    torch_private.sort_graph(graph)
+
+
+def _plain(piece: Piece) -> Any:
+    x, activation_format, weight, weight_format, k, dtype, bias, *_ = piece.product.args
+    product = Product(x, activation_format, weight, weight_format, k, dtype, bias, piece.first, piece.columns)  # type: ignore[arg-type]
+    return product.plain
+
+
+def _result(fused: Node, number: int, value: Tensor) -> Node:
+    node = fused.graph.call_function(operator.getitem, (fused, number))
+    node.meta = {**fused.meta, "val": value}
+    return node
+
+
+def _hand_over(node: Node, matrix: Node, region: Region, quantize: Node) -> None:
+    """Let those outside read a result of the call in the place of an operation of the region."""
+    value = tensor_of(node)
+    assert value is not None
+    seen = matrix
+    if tuple(value.shape) != tuple(matrix.meta["val"].shape):
+        seen = torch_private.viewed(matrix, node)
+    for user in list(node.users):
+        # Views are read outside too; the other operations of the region are about to go.
+        if (user not in region.inside or user.target in VIEWS) and user is not quantize and user is not seen:
+            user.replace_input_with(node, seen)
