@@ -29,7 +29,7 @@ from olq_fx.kernels.fused_quantize import Product, fused_quantize, remember
 from olq_fx.passes.base import PassResult, Reject
 from olq_fx.passes.fxtools import caller, tensor_of
 from olq_fx.passes.region_bodies import CannotSay, RegionBody
-from olq_fx.passes.row_regions import DTYPES, Piece, Region, find, piece_of
+from olq_fx.passes.row_regions import DTYPES, PRODUCT, VIEWS, Piece, Region, find, piece_of
 
 _QUANTIZE = torch.ops.olq_fx.quantize.default
 LONGEST_ROW = 8192
