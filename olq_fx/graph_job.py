@@ -131,7 +131,8 @@ class GraphJob:
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            return self._inner.compile(gm, inputs, mode=self._mode, options=self._options, tag=self._sessions.tag)
+            told = {"mode": self._mode, "options": self._options, "tag": self._sessions.tag, "refuse": self._refuse}
+            return self._inner.compile(gm, inputs, **told)
         except OlqFxError:
             raise
         except Exception as error:
@@ -148,10 +149,14 @@ class GraphJob:
         return Step(self._index[name], part)
 
     def _report(self, records: Iterable[pipeline.PassRecord]) -> None:
+        for record in records:
+            for reject in record.rejects:
+                self._refuse(record.name, reject.where, reject.reason)
+
+    def _refuse(self, name: str, where: str, reason: str) -> None:
+        """Put a refusal of a pass into the report."""
         if self._session is not None and self._session.report is not None:
-            for record in records:
-                for reject in record.rejects:
-                    self._session.report.refuse(record.name, reject.where, reject.reason)
+            self._session.report.refuse(name, where, reason)
 
     def _next_dump(self) -> Path | None:
         self._variants += 1

@@ -8,6 +8,7 @@ process that has no GPU to use afterwards. Beside `torch_private` the only modul
 """
 
 import contextlib
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ LIMITS = {
 
 
 class GpuCodeCompiled(Exception):  # noqa: N818
-    """All is compiled, and would be launched now."""
+    """All is compiled, and would be launched now, with the inputs that are the arguments of this exception."""
 
 
 class _Driver:
@@ -114,8 +115,9 @@ def pretend_cuda(capability: int) -> Iterator[None]:
         has_triton = torch.utils._triton.has_triton
         has_triton.cache_clear()  # it was asked before
         stack.callback(has_triton.cache_clear)
-        # Folding constants makes them on the device.
-        stack.enter_context(inductor_config.patch(compile_threads=1, joint_graph_constant_folding=False))
+        # Folding constants makes them on the device; whether to pad a product is measured there.
+        settings = {"compile_threads": 1, "joint_graph_constant_folding": False, "shape_padding": False}
+        stack.enter_context(inductor_config.patch(settings))
         yield
 
 
@@ -133,10 +135,55 @@ def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., 
             raise ValueError("on_gpu is a backend for torch.compile: it needs its fake tensors")
         with pretend_cuda(capability), mode:
             moved = [_moved(value) for value in inputs]
+            _onto_gpu(gm)
             compile_graph(gm, moved)
         return _stop
 
     return backend
+
+
+def _onto_gpu(gm: torch.fx.GraphModule) -> None:
+    """Let a graph that was captured on the CPU make its tensors on the GPU, and take parts of them by operators.
+
+    Dynamo writes the device of a tensor out as a constant. Python's brackets ask for the device itself.
+    """
+    for node in gm.graph.nodes:
+        node.args = tuple(map(_device, node.args))
+        node.kwargs = {name: _device(value) for name, value in node.kwargs.items()}
+        if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
+            node.target = indexed
+    gm.recompile()
+
+
+def _device(value: Any) -> Any:
+    return torch.device("cuda", 0) if value == torch.device("cpu") else value
+
+
+def indexed(x: Any, index: Any) -> Any:
+    """`x[index]` by operators, where `x` is a tensor."""
+    if not isinstance(x, torch.Tensor):
+        return x[index]
+    aten = torch.ops.aten
+    items = list(index) if isinstance(index, tuple) else [index]
+    taken = sum(item is not None and item is not Ellipsis for item in items)
+    if not any(item is Ellipsis for item in items):
+        items.append(Ellipsis)
+    place = next(i for i, item in enumerate(items) if item is Ellipsis)
+    items[place : place + 1] = [slice(None)] * (x.dim() - taken)
+    dim, tensors = 0, []
+    for item in items:
+        if item is None:
+            x = aten.unsqueeze.default(x, dim)
+        elif isinstance(item, slice):
+            if item != slice(None):
+                x = aten.slice.Tensor(x, dim, item.start, item.stop, 1 if item.step is None else item.step)
+        elif isinstance(item, torch.Tensor):
+            tensors += [None] * (dim - len(tensors)) + [item]
+        else:
+            x = aten.select.int(x, dim, item)
+            continue
+        dim += 1
+    return aten.index.Tensor(x, tensors) if tensors else x
 
 
 def _moved(value: Any) -> Any:
@@ -146,4 +193,4 @@ def _moved(value: Any) -> Any:
 
 
 def _stop(*inputs: Any) -> Any:
-    raise GpuCodeCompiled
+    raise GpuCodeCompiled(*inputs)

@@ -206,6 +206,11 @@ def count_kernels(
     torch.compiler.reset()
     compiled = torch.compile(function, backend=backend)
     sources = torch_private.inductor_sources(lambda: compiled(*args, **kwargs))
+    return calls_of(sources)
+
+
+def calls_of(sources: Sequence[str]) -> Kernels:
+    """The kernels that one call of emitted modules runs."""
     generated: list[str] = []
     external: list[str] = []
     for source in sources:

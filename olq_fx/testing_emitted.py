@@ -1,0 +1,289 @@
+"""What Inductor emits for an NVIDIA GPU, as a value: which kernels, what they compute, what machine code they become.
+
+    with Emitter() as emitter, Interpreter() as interpreter:
+        code = emitter.emit(build, "fp8_per_block", capability=90)     # build() -> (module, inputs)
+        code.launches                                                  # ("triton_tem_fused_quantize_0", ...)
+        outputs = code.run(interpreter)                                # the emitted program, on CPU tensors
+        code.kernels[0].machine_code(compiler)                         # registers, spills, matrix instructions
+
+No GPU is needed. The program runs as it was emitted, but for its memory, which is the CPU's and full of NaN, and for
+calls of operators, which are those of CPU tensors.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from olq_fx.testing_graphs import calls_of
+from olq_fx.testing_interpreter import Interpreter
+from olq_fx.testing_machine_code import Compiler, MachineCode
+from olq_fx.testing_process import PythonProcess
+
+_KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "i8": torch.int8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "i1": torch.bool,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmittedKernel:
+    """A Triton kernel that Inductor has written.
+
+    Attributes:
+        name: of the function.
+        source: the module that it stands in.
+        capability: of the GPU.
+    """
+
+    name: str
+    source: str
+    capability: int
+
+    @property
+    def is_template(self) -> bool:
+        """Whether it is made of a template, and not of loops."""
+        return "@triton_heuristics.template" in self.source
+
+    def number(self, name: str) -> int:
+        """A constant of its launch or of its tile by name: `num_warps`, `BLOCK_M`."""
+        found = re.search(rf"\b{name}\b[^=\n]*=\s*(\d+)", self.source)
+        assert found is not None, f"{self.name} has no {name}"
+        return int(found[1])
+
+    def machine_code(self, compiler: Compiler, **constants: int) -> MachineCode:
+        """Compile it.
+
+        Args:
+            compiler: the process that does.
+            constants: those that Inductor chooses when it launches, such as XBLOCK.
+        """
+        found: MachineCode = compiler.call(_compiled, self, constants)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmittedCode:
+    """What Inductor has emitted for one graph.
+
+    Attributes:
+        source: the Python module.
+        inputs: what its `call` takes.
+        capability: of the GPU.
+        reasons: what was left alone or not fused, by the report of the backend.
+    """
+
+    source: str
+    inputs: tuple[Any, ...]
+    capability: int
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[EmittedKernel, ...]:
+        """The Triton kernels, each once."""
+        return tuple(EmittedKernel(name, text, self.capability) for name, text in _KERNEL.findall(self.source))
+
+    @property
+    def launches(self) -> tuple[str, ...]:
+        """The Triton kernels that one call launches, in order."""
+        return calls_of([self.source]).generated
+
+    @property
+    def external(self) -> tuple[str, ...]:
+        """The other operators that one call runs, in order."""
+        return calls_of([self.source]).external
+
+    def run(self, interpreter: Interpreter) -> list[Any]:
+        """What the program returns for its inputs, computed there."""
+        found: list[Any] = interpreter.call(run_program, self.source, self.inputs)
+        return found
+
+
+class Emitter(PythonProcess):
+    """A process that takes a GPU for present and compiles for it. See the head of this file."""
+
+    def emit(
+        self,
+        build: Callable[..., tuple[Any, Sequence[Any]]],
+        config: Any,
+        *arguments: Any,
+        capability: int = 90,
+        dynamic: bool | None = None,
+    ) -> EmittedCode:
+        """Compile a model for a GPU.
+
+        Args:
+            build: a function in a module that returns a callable and its inputs, on the CPU.
+            config: what `olq_fx.backend` takes; None is torch.compile without quantization.
+            arguments: of `build`.
+            capability: of the GPU, 90 for sm_90.
+            dynamic: as for torch.compile.
+        """
+        found: EmittedCode = self.call(_emitted, build, config, arguments, capability, dynamic)
+        return found
+
+
+def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: bool | None) -> EmittedCode:
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    import olq_fx
+    from olq_fx import torch_private
+    from olq_fx.inner import Inner
+    from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
+
+    torch.compiler.reset()
+    model, inputs = build(*arguments)
+    backend: Any = on_gpu(compile_fx, capability)
+    if config is not None:
+        backend = olq_fx.backend(config, inner=on_gpu(Inner.of("inductor").compile, capability))
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    given: list[Any] = []
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                compiled(*inputs)
+        except GpuCodeCompiled as stopped:
+            given.extend(stopped.args)
+
+    # The machine code is not needed: `machine_code` makes it.
+    with mock.patch.object(CachingAutotuner, "precompile", lambda self, *args, **kwargs: None):
+        [source] = torch_private.inductor_sources(call)
+    report = getattr(backend, "report", None)
+    reasons = tuple(f"{each.where}: {each.reason}" for each in report.refusals) if report is not None else ()
+    return EmittedCode(source, tuple(_plain(value) for value in given), capability, reasons)
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+# In the process of an interpreter
+
+
+def run_program(source: str, inputs: Sequence[Any]) -> list[Any]:
+    """Run an emitted program on CPU tensors. For the process of an `Interpreter`."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    text = source.replace("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "")
+    text = text.replace("torch._C._dynamo.guards._empty_strided_cuda", "_new_memory")
+    text = text.replace("torch._C._dynamo.guards.assert_size_stride", "_any_layout")
+    namespace: dict[str, Any] = {
+        "__name__": "emitted_program",
+        "_new_memory": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        "_any_layout": lambda *args: None,
+        "get_raw_stream": lambda index: 0,
+    }
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (AsyncCompile, "triton", lambda self, name, text, **options: _Interpreted(name, text)),
+            (AsyncCompile, "wait", lambda self, scope: None),
+            (torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext()),
+            (torch.cuda, "set_device", lambda index: None),
+            *_undecorating(),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        exec(compile(text, "emitted_program", "exec"), namespace)
+        return list(namespace["call"](list(inputs)))
+
+
+def _undecorating() -> Iterator[tuple[Any, str, Any]]:
+    """What to put in the place of Inductor's decorators, so that a module gives Triton's function."""
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+    for name in ("template", "pointwise", "reduction", "persistent_reduction"):
+        yield triton_heuristics, name, lambda *args, **kwargs: lambda function: function
+    yield triton_helpers, "set_driver_to_gpu", lambda: None
+
+
+class _Interpreted:
+    """A kernel of an emitted program, which launches by itself what a GPU would."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._kernel = _module_of(name, text.replace("libdevice,", "")).__dict__[name]
+        self._fixed = "'grid_type': 'FixedGrid'" in text
+        self._names: list[str] = list(self._kernel.arg_names)
+
+    def run(self, *args: Any, stream: int) -> None:
+        """Launch it, as the wrapper that Inductor emits does."""
+        if self._fixed:
+            self._kernel[args[-3:]](*args[:-3])
+            return
+        given = dict(zip(self._names, args, strict=False))
+        rest = self._names[len(args) :]
+        sizes = {name: _block(name, given) for name in rest}
+        axes = [axis for axis in "xyz" if f"{axis}numel" in given]
+        grid = tuple(-(-given[f"{axis}numel"] // sizes.get(f"{axis.upper()}BLOCK", 1)) for axis in axes)
+        self._kernel[grid](*args, **sizes)
+
+
+def _block(name: str, given: dict[str, Any]) -> int:
+    """How many elements of an axis one program takes."""
+    axis = name.removesuffix("BLOCK").removesuffix("_").lower()
+    extent = int(given[f"{axis}_numel" if f"{axis}_numel" in given else f"{axis}numel"])
+    return min(1 << max(extent - 1, 0).bit_length(), 128 if axis.startswith("r") else 16)
+
+
+def _module_of(name: str, text: str) -> Any:
+    """The module of an emitted kernel; Triton reads the text of a kernel from its file."""
+    import importlib.util
+    import tempfile
+    from pathlib import Path
+
+    folder = Path(tempfile.mkdtemp(prefix="emitted_"))
+    path = folder / f"{name}.py"
+    shim = "from olq_fx import testing_libdevice as libdevice\n" if "libdevice" in text else ""
+    path.write_text(shim + text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# In the process of a compiler
+
+
+def _compiled(kernel: EmittedKernel, constants: dict[str, int]) -> MachineCode:
+    from olq_fx.testing_machine_code import machine_code
+
+    found = re.search(r"'signature': (\{.*?\})", kernel.source)
+    assert found is not None
+    signature: dict[str, str] = eval(found[1])  # of a literal that Inductor wrote
+    with contextlib.ExitStack() as stack:
+        for target, name, value in _undecorating():
+            stack.enter_context(mock.patch.object(target, name, value))
+        function = _module_of(kernel.name, kernel.source).__dict__[kernel.name]
+    # A symbolic extent is a number that no power of two divides, as Inductor takes it for.
+    args = [_argument(kind) for kind in signature.values() if kind != "constexpr"]
+    return machine_code(
+        function,
+        args,
+        constants,
+        kernel.capability,
+        num_warps=kernel.number("num_warps"),
+        num_stages=kernel.number("num_stages"),
+        enable_fp_fusion=False,
+    )
+
+
+def _argument(kind: str) -> Any:
+    if kind.startswith("*"):
+        return torch.empty(0, dtype=_DTYPES[kind[1:]])
+    return 1237

@@ -1,0 +1,163 @@
+"""Blocks of real models in small, with their inputs, for what Inductor emits of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+D, HIDDEN, HEADS, ROWS, BATCH = 256, 384, 4, 9, 2
+
+
+class RMSNorm(nn.Module):
+    """As the models of transformers write it."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(d) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention that no kernel of torch computes, so that it is a product, a softmax and a product on every device."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    return torch.matmul(torch.softmax(scores.float(), -1).to(v.dtype), v)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of heads; normed by head where a norm is given; bias where it is wanted."""
+
+    def __init__(self, bias: bool = False, norm: bool = False, rotary: bool = True) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=bias) for _ in range(4))
+        self.norms = nn.ModuleList([RMSNorm(D // HEADS), RMSNorm(D // HEADS)]) if norm else None
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (HEADS, -1)) for each in (self.q, self.k, self.v))
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        if self.rotary:
+            q, k = rotated(q), rotated(k)
+        return self.o(attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] / 7.0
+    first, second = x[..., :half], x[..., half:]
+    turned = torch.cat((-second, first), -1)
+    return (x * torch.cos(angle) + turned * torch.sin(angle)).to(x.dtype)
+
+
+class Llama(nn.Module):
+    """A block of Llama; with norms of heads, of Qwen3."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.attention = Attention(norm=norm)
+        self.before, self.after = RMSNorm(D), RMSNorm(D)
+        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        y = self.after(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class GPT2(nn.Module):
+    """A block of GPT-2: LayerNorm, bias, GELU by tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(bias=True, rotary=False)
+        self.before, self.after = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.up, self.down = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        return x + self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+
+
+class BERT(nn.Module):
+    """A block of BERT: norms after the addition, GELU by erf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(bias=True, rotary=False)
+        self.first, self.second = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.up, self.down = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x + self.attention(x))
+        return self.second(x + self.down(functional.gelu(self.up(x))))
+
+
+class DiT(nn.Module):
+    """A block of a diffusion transformer: norms without weights, modulated by a conditioning (AdaLN-Zero)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(bias=True, rotary=False)
+        self.before, self.after = (nn.LayerNorm(D, elementwise_affine=False) for _ in range(2))
+        self.up, self.down = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
+        self.modulation = nn.Linear(D, 6 * D)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        found = self.modulation(functional.silu(condition)).unsqueeze(1).chunk(6, -1)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = found
+        x = x + gate * self.attention(self.before(x) * (1 + scale) + shift)
+        y = self.after(x) * (1 + scale_mlp) + shift_mlp
+        return x + gate_mlp * self.down(functional.gelu(self.up(y), approximate="tanh"))
+
+
+class T5(nn.Module):
+    """A block of T5 1.1: RMSNorm, GELU by tanh times up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(rotary=False)
+        self.before, self.after = RMSNorm(D), RMSNorm(D)
+        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        y = self.after(x)
+        return x + self.down(functional.gelu(self.gate(y), approximate="tanh") * self.up(y))
+
+
+BLOCKS: dict[str, Any] = {
+    "llama": Llama,
+    "qwen3": lambda: Llama(norm=True),
+    "gpt2": GPT2,
+    "bert": BERT,
+    "dit": DiT,
+    "t5": T5,
+}
+
+
+def build(name: str, dtype: str = "bfloat16", rows: int = ROWS, blocks: int = 1) -> tuple[nn.Module, list[Tensor]]:
+    """Some blocks, one after the other, and their inputs."""
+    torch.manual_seed(0)
+    parts = nn.ModuleList(BLOCKS[name]() for _ in range(blocks))
+    kind = getattr(torch, dtype)
+    inputs = [torch.randn(BATCH, rows, D, dtype=kind)]
+    if name == "dit":
+        inputs.append(torch.randn(BATCH, D, dtype=kind))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = parts
+
+        def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, *rest)
+            return x
+
+    return Stack().to(kind).eval(), inputs
