@@ -58,12 +58,12 @@ class Side:
         return f"{self.name}_OUTER" if self.outer else "None"
 
     @property
-    def strides(self) -> str:
+    def strides(self) -> list[str]:
         """Of codes by row, of inner and outer scales by row and column."""
         found = [_stride(self.name, 0)]
         for there, name in ((self.inner, f"{self.name}_INNER"), (self.outer, f"{self.name}_OUTER")):
             found += [_stride(name, 0), _stride(name, 1)] if there else ["0", "0"]
-        return ", ".join(found)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,10 +141,10 @@ def _product(i: int, x: Side, each: ProductText, constants: Mapping[str, Any]) -
     lines = [
         f"    columns = tl.where(inside, {each.first} + first + tl.arange(0, BLOCK_N), {n})",
         f"    acc = sum_over({x.pointers}, {each.weight.pointers}, rows, columns, 0, {k}, M, {n}, {k},",
-        f"        {x.strides}, {each.weight.strides}, {_literals(x.constants)}, {_literals(each.weight.constants)},",
+        f"        {', '.join([*x.strides, *each.weight.strides])}, {_literals(x.constants)}, {_literals(each.weight.constants)},",
         f"        {_literals(shared)}, {each.uniform}, False, BLOCK_K)",
         f"    y{i} = with_constants(acc, {x.outer_pointer}, {each.weight.outer_pointer}, rows, columns, M, {n},",
-        f"        {x.strides.split(', ')[3]}, {each.weight.strides.split(', ')[3]}, {side}, False)",
+        f"        {x.strides[3]}, {each.weight.strides[3]}, {side}, False)",
     ]
     if each.bias:
         lines.append(

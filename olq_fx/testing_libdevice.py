@@ -55,3 +55,12 @@ def tanh(x):
 def pow(x, y):
     """x^y of positive x."""
     return tl.exp(y * tl.log(x))
+
+
+@triton.jit
+def nearbyint(x):
+    """To the nearest integer, ties to the even one: what adding and taking away 2^23 rounds to."""
+    size = tl.abs(x)
+    rounded = (size + 8388608.0) - 8388608.0
+    found = tl.where(size < 8388608.0, rounded, size)
+    return tl.where(x < 0.0, -found, tl.where(x == 0.0, x, found))
