@@ -59,6 +59,18 @@ def quantization() -> dict[Any, Callable[..., Any]]:
     return {torch.ops.olq_fx.quantize.default: _decomposed_quantize}
 
 
+def stays_whole(x: Tensor, format: str, rule: str) -> bool:
+    """Whether a quantization is one call even in compiled code.
+
+    A GPU without float8 (before compute capability 8.9) has no such type for a compiler to write; our kernels write
+    bytes.
+    """
+    if x.device.type != "cuda":
+        return False
+    found = get_format(format)
+    return "e4m3" in (found.element, found.scale) and torch.cuda.get_device_capability(x.device) < (8, 9)
+
+
 def _decomposed_quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
     return list(numerics.quantize(x, get_format(format), rule))
 

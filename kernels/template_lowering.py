@@ -12,7 +12,7 @@ import torch
 
 from olq_fx import numerics, torch_templates
 from olq_fx.formats import Format, get_format
-from olq_fx.kernels import template_bodies, triton_ops
+from olq_fx.kernels import template_bodies
 from olq_fx.kernels.fused_quantize import Plain, Product, body_of, fused_quantize
 from olq_fx.kernels.template_bodies import Body
 from olq_fx.kernels.template_sources import (
@@ -57,8 +57,9 @@ class _Target:
 
     @property
     def capability(self) -> int:
-        """Of the GPU."""
-        return triton_ops.capability_of(self.device)
+        """Of the GPU, asked anew: one process may make code for several."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class _Target:
 def register() -> None:
     """Tell Inductor."""
     torch_templates.register_lowering(fused_quantize, lower)
+    torch_templates.register_call(torch.ops.olq_fx.quantize.default)
 
 
 def lower(body: str, products: Sequence[Plain], tensors: Sequence[Any], format: str, rule: str) -> list[Any]:

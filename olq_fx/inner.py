@@ -80,7 +80,7 @@ class Inner:
             self.watch(gm)
         if self.compiler is None:
             settings = {**torch_private.mode_options(mode), **(options or {})}
-            late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions())
+            late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions(), ops.stays_whole)
 
             def rewrite(graph: GraphModule) -> None:
                 for record in pipeline.run_late(graph):

@@ -30,13 +30,20 @@ Key = tuple[Any, ...]
 class LateDecompositions:
     """Decompositions of operators that return a list of tensors, for one compilation."""
 
-    def __init__(self, functions: Mapping[Any, Callable[..., Any]], others: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        functions: Mapping[Any, Callable[..., Any]],
+        others: Mapping[Any, Callable[..., Any]],
+        whole: Callable[..., bool] = lambda *args: False,
+    ) -> None:
         """Trace nothing yet.
 
         Args:
             functions: what each operator is in terms of others.
             others: decompositions of the operators that these functions call.
+            whole: of the arguments of a call, with fake tensors: whether it is never expanded.
         """
+        self._whole = whole
         self._functions = dict(functions)
         self._others = dict(others)
         self._traced: dict[Key, GraphModule] = {}
@@ -48,10 +55,13 @@ class LateDecompositions:
     def expand(self, gm: GraphModule) -> None:
         """Replace every call that is left in a graph of aten operators with fake values."""
         for node in list(gm.graph.nodes):
-            if node.op == "call_function" and node.target in self._functions:
+            if node.op == "call_function" and node.target in self._functions and not self._stays(node):
                 traced = self._trace(node)
                 _store_once(node, traced.graph)
                 _replace(node, traced)
+
+    def _stays(self, node: Node) -> bool:
+        return self._whole(*torch.fx.node.map_arg(node.args, lambda each: each.meta[_VALUE]))
 
     def _trace(self, node: Node) -> GraphModule:
         inputs = _tensor_nodes(node)

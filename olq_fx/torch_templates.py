@@ -50,7 +50,8 @@ def _kernel_type(imports: str) -> Any:
 
         def jit_lines(self) -> Any:
             self.triton_meta = {**(self.triton_meta or {}), "enable_fp_fusion": False}
-            return super().jit_lines()
+            # Not every GPU has pointers to float8; bytes are what the device functions take.
+            return super().jit_lines().replace("'*fp8e4nv'", "'*u8'")
 
         def output(self) -> str:
             name: str = self.args.output(self.output_node.get_name())
@@ -138,6 +139,13 @@ def register_lowering(operator: Any, lowering: Callable[..., Any]) -> None:
 
     if operator not in lowerings:
         register(operator, type_promotion_kind=None)(lowering)
+
+
+def register_call(operator: Any) -> None:
+    """Let Inductor call an operator of ours as it is, where a graph has it after all decompositions."""
+    from torch._inductor.lowering import fallback_handler
+
+    register_lowering(operator, fallback_handler(operator, add_to_fallback_set=False))
 
 
 def realized(buffer: Any) -> Any:

@@ -32,7 +32,7 @@ from olq_fx.passes.region_bodies import CannotSay, RegionBody
 from olq_fx.passes.row_regions import DTYPES, PRODUCT, VIEWS, Piece, Region, find, piece_of
 
 _QUANTIZE = torch.ops.olq_fx.quantize.default
-LONGEST_ROW = 8192
+LONGEST_ROW = 16384
 """Columns of a row that one program holds."""
 
 
@@ -55,34 +55,38 @@ class FuseQuantize:
             x = tensor_of(node.args[0])
             if x is None or x.device.type not in self.devices or x.dtype not in DTYPES:
                 continue
-            try:
-                fused += _fuse(node)
-            except CannotSay as reason:
-                rejects.append(Reject(caller(node) or node.name, f"its quantization is a kernel of its own: {reason}"))
+            done, reason = _fuse(node)
+            fused += done
+            if reason:
+                rejects.append(Reject(caller(node) or node.name, reason))
         if fused:
             torch_private.drop_dead_code(gm)
         return PassResult(fused, tuple(rejects))
 
 
-def _fuse(quantize: Node) -> bool:
-    """Fuse one quantization; False where there is nothing to fuse it with.
-
-    Raises:
-        CannotSay: there is, and it cannot be.
-    """
+def _fuse(quantize: Node) -> tuple[bool, str]:
+    """Whether one quantization was fused with what is before it, and why it was not, or not with all of it."""
     root = quantize.args[0]
     assert isinstance(root, Node)
     region = find(root)
     found = [piece for leaf in region.leaves if (piece := piece_of(region, leaf)) is not None]
-    pieces, why_not = _pieces(region, found, quantize)
-    if not pieces and not region.reductions:
-        if found and region.inside:
-            raise CannotSay(why_not)
-        return False
-    if not pieces:
-        _check_rows(region, str(quantize.args[1]))
-    _rewrite(quantize, RegionBody(region, pieces, quantize))
-    return True
+    pieces, apart = _pieces(region, found, str(quantize.args[1]))
+    reason = f"the product before its quantization is a kernel of its own: {apart}" if apart and region.inside else ""
+    if not (pieces or region.reductions or _takes_several_kernels(str(quantize.args[1]))):
+        return False, reason
+    try:
+        if not pieces:
+            _check_rows(region, str(quantize.args[1]))
+        _rewrite(quantize, RegionBody(region, pieces, quantize))
+    except CannotSay as refusal:
+        return False, f"its quantization is a kernel of its own: {refusal}"
+    return True, reason
+
+
+def _takes_several_kernels(format: str) -> bool:
+    """Whether Inductor makes more than one kernel of a quantization, though all before it is pointwise."""
+    found = get_format(format)
+    return found.packed or (found.coarse is not None and found.coarse[0] == 1)
 
 
 def _check_rows(region: Region, format: str) -> None:
@@ -90,15 +94,14 @@ def _check_rows(region: Region, format: str) -> None:
     if not isinstance(columns, int) or columns > LONGEST_ROW:
         raise CannotSay(f"rows of {columns} columns are longer than {LONGEST_ROW}, which is what one program holds")
     found = get_format(format)
-    if (found.group[0] or 0) != 1 or (found.coarse is not None and found.coarse[0] != 1):
+    if found.group[0] != 1 or (found.coarse is not None and found.coarse[0] != 1):
         raise CannotSay(f"{format} has a statistic of more than a row")
 
 
-def _pieces(region: Region, found: list[Piece], quantize: Node) -> tuple[list[Piece], str]:
-    """The products that are computed in the same kernel, and why there is none."""
-    format = str(quantize.args[1])
-    if region.reductions:
-        return [], "a norm reads the product, whose rows no program holds"
+def _pieces(region: Region, found: list[Piece], format: str) -> tuple[list[Piece], str]:
+    """The products that are computed in the same kernel; where there is none of some, the reason."""
+    if not found or region.reductions:
+        return [], ""
     for piece in found:
         if not _is_own(region, piece, [each for each in found if each.product is piece.product]):
             found = [each for each in found if each is not piece]
