@@ -12,8 +12,10 @@ calls of operators, which are those of CPU tensors.
 
 import contextlib
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -41,6 +43,20 @@ _DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """A way to launch a kernel of loops, of those among which Inductor chooses by measuring, where there are several.
+
+    Attributes:
+        constants: by name, such as XBLOCK.
+        num_warps, num_stages: of a program.
+    """
+
+    constants: Mapping[str, int]
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EmittedKernel:
     """A Triton kernel that Inductor has written.
 
@@ -48,11 +64,14 @@ class EmittedKernel:
         name: of the function.
         source: the module that it stands in.
         capability: of the GPU.
+        ways: the ways to launch it, that which Inductor takes without measuring first; that of a template stands in
+            its source.
     """
 
     name: str
     source: str
     capability: int
+    ways: tuple[Launch, ...] = ()
 
     @property
     def is_template(self) -> bool:
@@ -66,11 +85,11 @@ class EmittedKernel:
         return int(found[1])
 
     def machine_code(self, compiler: Compiler, **constants: int) -> MachineCode:
-        """Compile it.
+        """Compile it as it is launched, by the first way where there are several.
 
         Args:
             compiler: the process that does.
-            constants: those that Inductor chooses when it launches, such as XBLOCK.
+            constants: instead of those that Inductor chooses, such as XBLOCK.
         """
         found: MachineCode = compiler.call(_compiled, self, constants)
         return found
@@ -85,17 +104,20 @@ class EmittedCode:
         inputs: what its `call` takes.
         capability: of the GPU.
         reasons: what was left alone or not fused, by the report of the backend.
+        ways: the ways to launch each kernel, by its name.
     """
 
     source: str
     inputs: tuple[Any, ...]
     capability: int
     reasons: tuple[str, ...] = ()
+    ways: Mapping[str, tuple[Launch, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def kernels(self) -> tuple[EmittedKernel, ...]:
         """The Triton kernels, each once."""
-        return tuple(EmittedKernel(name, text, self.capability) for name, text in _KERNEL.findall(self.source))
+        found = _KERNEL.findall(self.source)
+        return tuple(EmittedKernel(name, text, self.capability, self.ways.get(name, ())) for name, text in found)
 
     @property
     def launches(self) -> tuple[str, ...]:
@@ -127,17 +149,40 @@ class Emitter(PythonProcess):
         """Compile a model for a GPU.
 
         Args:
-            build: a function in a module that returns a callable and its inputs, on the CPU.
+            build: a function in a module that returns a callable and its inputs, on the CPU or on meta.
             config: what `olq_fx.backend` takes; None is torch.compile without quantization.
             arguments: of `build`.
             capability: of the GPU, 90 for sm_90.
             dynamic: as for torch.compile.
         """
-        found: EmittedCode = self.call(_emitted, build, config, arguments, capability, dynamic)
+        found: EmittedCode = self.call(_built_and_emitted, build, config, arguments, capability, dynamic)
         return found
 
 
-def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: bool | None) -> EmittedCode:
+def _built_and_emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: bool | None) -> EmittedCode:
+    model, inputs = build(*arguments)
+    return emitted(model, inputs, config, capability, dynamic)
+
+
+def emitted(
+    model: Any,
+    inputs: Sequence[Any],
+    config: Any,
+    capability: int,
+    dynamic: bool | None = None,
+    dump_dir: str | Path | None = None,
+) -> EmittedCode:
+    """Compile a callable for a GPU. For the process of an `Emitter`.
+
+    Args:
+        model: a callable.
+        inputs: of it, on the CPU or on meta.
+        config, capability, dynamic: see `Emitter.emit`.
+        dump_dir: see `olq_fx.backend`.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: it cannot be captured as one graph.
+    """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -147,12 +192,18 @@ def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: 
     from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
 
     torch.compiler.reset()
-    model, inputs = build(*arguments)
     backend: Any = on_gpu(compile_fx, capability)
+    refused: list[str] = []
     if config is not None:
-        backend = olq_fx.backend(config, inner=on_gpu(Inner.of("inductor").compile, capability))
-    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+        late = functools.partial(
+            Inner.of("inductor").compile,
+            refuse=lambda name, where, reason: refused.append(f"{where}: {reason}"),
+            dump_dir=None if dump_dir is None else Path(dump_dir) / "graph_001",
+        )
+        backend = olq_fx.backend(config, inner=on_gpu(late, capability), dump_dir=dump_dir)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     given: list[Any] = []
+    ways: dict[str, tuple[Launch, ...]] = {}
 
     def call() -> None:
         try:
@@ -161,12 +212,16 @@ def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: 
         except GpuCodeCompiled as stopped:
             given.extend(stopped.args)
 
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        found = (Launch(dict(each.kwargs), each.num_warps, each.num_stages) for each in self.configs)
+        ways[self.fn.__name__] = tuple(found)
+
     # The machine code is not needed: `machine_code` makes it.
-    with mock.patch.object(CachingAutotuner, "precompile", lambda self, *args, **kwargs: None):
+    with mock.patch.object(CachingAutotuner, "precompile", noted):
         [source] = torch_private.inductor_sources(call)
-    report = getattr(backend, "report", None)
-    reasons = tuple(f"{each.where}: {each.reason}" for each in report.refusals) if report is not None else ()
-    return EmittedCode(source, tuple(_plain(value) for value in given), capability, reasons)
+    reports = getattr(backend, "reports", ())
+    reasons = [f"{each.where}: {each.reason}" for each in reports[-1].refusals] if reports else []
+    return EmittedCode(source, tuple(_plain(value) for value in given), capability, (*reasons, *refused), ways)
 
 
 def _plain(value: Any) -> Any:
@@ -178,6 +233,19 @@ def _plain(value: Any) -> Any:
 
 def run_program(source: str, inputs: Sequence[Any]) -> list[Any]:
     """Run an emitted program on CPU tensors. For the process of an `Interpreter`."""
+    with program(source, _Interpreted, "cpu") as namespace:
+        return list(namespace["call"](list(inputs)))
+
+
+@contextlib.contextmanager
+def program(source: str, kernel: Callable[[str, str], Any], device: str) -> Iterator[dict[str, Any]]:
+    """The names of an emitted module, whose `call` can be called within.
+
+    Args:
+        source: the module.
+        kernel: makes what is launched (by `run`) of a kernel's name and source.
+        device: where the program allocates.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     text = source.replace("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "")
@@ -185,13 +253,13 @@ def run_program(source: str, inputs: Sequence[Any]) -> list[Any]:
     text = text.replace("torch._C._dynamo.guards.assert_size_stride", "_any_layout")
     namespace: dict[str, Any] = {
         "__name__": "emitted_program",
-        "_new_memory": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        "_new_memory": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device),
         "_any_layout": lambda *args: None,
         "get_raw_stream": lambda index: 0,
     }
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (AsyncCompile, "triton", lambda self, name, text, **options: _Interpreted(name, text)),
+            (AsyncCompile, "triton", lambda self, name, text, **options: kernel(name, text)),
             (AsyncCompile, "wait", lambda self, scope: None),
             (torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext()),
             (torch.cuda, "set_device", lambda index: None),
@@ -199,7 +267,7 @@ def run_program(source: str, inputs: Sequence[Any]) -> list[Any]:
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         exec(compile(text, "emitted_program", "exec"), namespace)
-        return list(namespace["call"](list(inputs)))
+        yield namespace
 
 
 def _undecorating() -> Iterator[tuple[Any, str, Any]]:
@@ -243,7 +311,6 @@ def _module_of(name: str, text: str) -> Any:
     """The module of an emitted kernel; Triton reads the text of a kernel from its file."""
     import importlib.util
     import tempfile
-    from pathlib import Path
 
     folder = Path(tempfile.mkdtemp(prefix="emitted_"))
     path = folder / f"{name}.py"
@@ -272,13 +339,16 @@ def _compiled(kernel: EmittedKernel, constants: dict[str, int]) -> MachineCode:
         function = _module_of(kernel.name, kernel.source).__dict__[kernel.name]
     # A symbolic extent is a number that no power of two divides, as Inductor takes it for.
     args = [_argument(kind) for kind in signature.values() if kind != "constexpr"]
+    chosen = kernel.ways[0] if kernel.ways and not kernel.is_template else None
+    if chosen is None:
+        chosen = Launch({}, kernel.number("num_warps"), kernel.number("num_stages"))
     return machine_code(
         function,
         args,
-        constants,
+        {name: value for name, value in {**chosen.constants, **constants}.items() if name in function.arg_names},
         kernel.capability,
-        num_warps=kernel.number("num_warps"),
-        num_stages=kernel.number("num_stages"),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
         enable_fp_fusion=False,
     )
 
