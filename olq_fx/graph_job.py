@@ -132,8 +132,15 @@ class GraphJob:
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any], dump_dir: Path | None) -> Callable[..., Any]:
         try:
-            told = {"mode": self._mode, "options": self._options, "tag": self._sessions.tag, "refuse": self._refuse}
-            return self._inner.compile(gm, inputs, dump_dir=dump_dir, **told)
+            return self._inner.compile(
+                gm,
+                inputs,
+                mode=self._mode,
+                options=self._options,
+                tag=self._sessions.tag,
+                refuse=self._refuse,
+                dump_dir=dump_dir,
+            )
         except OlqFxError:
             raise
         except Exception as error:

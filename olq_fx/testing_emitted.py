@@ -12,7 +12,6 @@ calls of operators, which are those of CPU tensors.
 
 import contextlib
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from olq_fx.inner import Inner
+from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
 from olq_fx.testing_graphs import calls_of
 from olq_fx.testing_interpreter import Interpreter
 from olq_fx.testing_machine_code import Compiler, MachineCode
@@ -188,20 +189,12 @@ def emitted(
 
     import olq_fx
     from olq_fx import torch_private
-    from olq_fx.inner import Inner
-    from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
 
     torch.compiler.reset()
     backend: Any = on_gpu(compile_fx, capability)
-    refused: list[str] = []
     if config is not None:
-        late = functools.partial(
-            Inner.of("inductor").compile,
-            refuse=lambda name, where, reason: refused.append(f"{where}: {reason}"),
-            dump_dir=None if dump_dir is None else Path(dump_dir) / "graph_001",
-        )
-        backend = olq_fx.backend(config, inner=on_gpu(late, capability), dump_dir=dump_dir)
-    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+        backend = olq_fx.backend(config, inner=_InnerForGpu("inductor", None, capability=capability), dump_dir=dump_dir)
+    compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     given: list[Any] = []
     ways: dict[str, tuple[Launch, ...]] = {}
 
@@ -220,8 +213,19 @@ def emitted(
     with mock.patch.object(CachingAutotuner, "precompile", noted):
         [source] = torch_private.inductor_sources(call)
     reports = getattr(backend, "reports", ())
-    reasons = [f"{each.where}: {each.reason}" for each in reports[-1].refusals] if reports else []
-    return EmittedCode(source, tuple(_plain(value) for value in given), capability, (*reasons, *refused), ways)
+    reasons = tuple(f"{each.where}: {each.reason}" for each in reports[-1].refusals) if reports else ()
+    return EmittedCode(source, tuple(_plain(value) for value in given), capability, reasons, ways)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InnerForGpu(Inner):
+    """Inductor as the inner compiler, for a GPU that is not there."""
+
+    capability: int = 90
+
+    def compile(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **told: Any) -> Callable[..., Any]:  # type: ignore[override]
+        """Compile a graph of tensors that are elsewhere."""
+        return on_gpu(lambda graph, moved: Inner.compile(self, graph, moved, **told), self.capability)(gm, inputs)
 
 
 def _plain(value: Any) -> Any:

@@ -24,8 +24,22 @@ BASIS = (
     "loads and stores of a kernel of loops can reach"
 )
 VIEWS = frozenset(
-    "aten._reshape_alias aten._unsafe_view aten.alias aten.expand aten.permute aten.select aten.slice aten.split "
-    "aten.split_with_sizes aten.squeeze aten.t aten.transpose aten.unsqueeze aten.view".split()
+    (
+        "aten._reshape_alias",
+        "aten._unsafe_view",
+        "aten.alias",
+        "aten.expand",
+        "aten.permute",
+        "aten.select",
+        "aten.slice",
+        "aten.split",
+        "aten.split_with_sizes",
+        "aten.squeeze",
+        "aten.t",
+        "aten.transpose",
+        "aten.unsqueeze",
+        "aten.view",
+    )
 )
 """Operators that compute nothing."""
 

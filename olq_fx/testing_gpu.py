@@ -122,7 +122,9 @@ def pretend_cuda(capability: int) -> Iterator[None]:
 
 
 def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., Any]:
-    """A backend that compiles a graph of CPU or meta tensors as if they were on a GPU; the result raises `GpuCodeCompiled`.
+    """A backend that compiles a graph as if its tensors were on a GPU; the result raises `GpuCodeCompiled`.
+
+    They are on the CPU, or on meta.
 
     Args:
         compile_graph: takes the graph and its inputs, which are fake CUDA tensors here.
@@ -143,9 +145,10 @@ def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., 
 
 
 def _onto_gpu(gm: torch.fx.GraphModule) -> None:
-    """Let a graph that was captured on the CPU, or on meta, make its tensors on the GPU, and take parts of them by operators.
+    """Let a graph that was captured elsewhere make its tensors on the GPU, and ask the device itself for nothing.
 
-    Dynamo writes the device of a tensor out as a constant. Python's brackets ask for the device itself.
+    Dynamo writes the device of a tensor out as a constant. Python's brackets and `contiguous` ask for the device, and
+    attention for what it can do.
     """
     for node in gm.graph.nodes:
         node.args = tuple(map(_device, node.args))
