@@ -84,7 +84,7 @@ class EmittedCode:
         source: the Python module.
         inputs: what its `call` takes.
         capability: of the GPU.
-        reasons: what was left alone or not fused, by the report of the backend.
+        reasons: what passes on the graph of aten operators refused: the pass, the place, and why.
     """
 
     source: str
@@ -148,9 +148,17 @@ def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: 
 
     torch.compiler.reset()
     model, inputs = build(*arguments)
+    reasons: list[str] = []
+
+    def refuse(name: str, where: str, reason: str) -> None:
+        reasons.append(f"{name}: {where}: {reason}")
+
+    def compile_quantized(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return Inner.of("inductor").compile(gm, inputs, refuse=refuse)
+
     backend: Any = on_gpu(compile_fx, capability)
     if config is not None:
-        backend = olq_fx.backend(config, inner=on_gpu(Inner.of("inductor").compile, capability))
+        backend = olq_fx.backend(config, inner=on_gpu(compile_quantized, capability))
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     given: list[Any] = []
 
@@ -164,9 +172,7 @@ def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: 
     # The machine code is not needed: `machine_code` makes it.
     with mock.patch.object(CachingAutotuner, "precompile", lambda self, *args, **kwargs: None):
         [source] = torch_private.inductor_sources(call)
-    report = getattr(backend, "report", None)
-    reasons = tuple(f"{each.where}: {each.reason}" for each in report.refusals) if report is not None else ()
-    return EmittedCode(source, tuple(_plain(value) for value in given), capability, reasons)
+    return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(reasons))
 
 
 def _plain(value: Any) -> Any:

@@ -134,7 +134,10 @@ def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., 
         if mode is None:
             raise ValueError("on_gpu is a backend for torch.compile: it needs its fake tensors")
         with pretend_cuda(capability), mode:
-            moved = [_moved(value) for value in inputs]
+            # The values that a graph was captured with know which extents are symbols.
+            nodes = gm.graph.find_nodes(op="placeholder")
+            seen = [node.meta.get("example_value", value) for node, value in zip(nodes, inputs, strict=True)]
+            moved = [_moved(value) for value in seen]
             _onto_gpu(gm)
             compile_graph(gm, moved)
         return _stop
