@@ -230,11 +230,12 @@ def _row_grid(rows: int, meta: Any, *, cdiv: Callable[[int, int], int]) -> tuple
 
 def _with_rows(target: _Target) -> list[Any]:
     width = target.shape[1]
-    log = max(7, (width - 1).bit_length())
+    # Groups of the widest kind lie within a tile.
+    log = (max(128, width, coarse_columns(target.format)) - 1).bit_length()
     stages = [(stage.reduction, _NAMES[stage.dtype]) for stage in target.body.stages if stage.reduction]
     constants = {**target.constants, "LOG_ROW": log}
     source = row_source(stages, constants, _inputs(target), len(target.kept), width)
     block_m = max(1, _ROW_ELEMENTS >> log)
-    warps = min(16, max(1, (block_m << log) // _WARP_ELEMENTS))
+    warps = min(32, max(1, (block_m << log) // _WARP_ELEMENTS))
     tile = (block_m, 1 << log, 1, warps, 1)
     return target.launched("olq_fx_rows_quantize", source, ROW_IMPORTS, _row_grid, [tile], [], [target.shape[0]])

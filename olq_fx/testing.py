@@ -6,6 +6,7 @@
 - Noise: `sqnr`, `assert_sqnr`.
 - Graphs and kernels: `RecordingBackend`, `operator_name`, `count_kernels`.
 - Code for a GPU, without one: `on_gpu`, `GpuCodeCompiled`.
+- What Inductor emits for a GPU, run and compiled without one: `Emitter`, `EmittedCode`, `EmittedKernel`.
 - Triton kernels, without a GPU: `assert_kernel_values`, `Interpreter`; `assert_kernel_code`, `machine_code`,
   `MachineCode`, `Compiler`; `PythonProcess`, `ProcessDied`.
 - Memory: `storage_census`, `live_bytes`, `record_allocations`, `plain_tensors`.
@@ -25,6 +26,7 @@ from olq_fx.testing_bounds import (
     product_bound,
     sqnr,
 )
+from olq_fx.testing_emitted import EmittedCode, EmittedKernel, Emitter
 from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
 from olq_fx.testing_graphs import Kernels, RecordedGraph, RecordingBackend, count_kernels, operator_name
 from olq_fx.testing_interpreter import Interpreter
@@ -65,6 +67,9 @@ __all__ = [
     "Allocations",
     "Compiler",
     "Conv1D",
+    "EmittedCode",
+    "EmittedKernel",
+    "Emitter",
     "FormatRule",
     "GpuCodeCompiled",
     "Interpreter",

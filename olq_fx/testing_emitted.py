@@ -104,7 +104,7 @@ class EmittedCode:
         source: the Python module.
         inputs: what its `call` takes.
         capability: of the GPU.
-        reasons: what was left alone or not fused, by the report of the backend.
+        reasons: what passes on the graph of aten operators refused: the pass, the place, and why.
         ways: the ways to launch each kernel, by its name.
     """
 
@@ -192,8 +192,10 @@ def emitted(
 
     torch.compiler.reset()
     backend: Any = on_gpu(compile_fx, capability)
+    refused: list[str] = []
     if config is not None:
-        backend = olq_fx.backend(config, inner=_InnerForGpu("inductor", None, capability=capability), dump_dir=dump_dir)
+        inner = _InnerForGpu("inductor", None, capability=capability, refused=refused)
+        backend = olq_fx.backend(config, inner=inner, dump_dir=dump_dir)
     compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     given: list[Any] = []
     ways: dict[str, tuple[Launch, ...]] = {}
@@ -212,20 +214,31 @@ def emitted(
     # The machine code is not needed: `machine_code` makes it.
     with mock.patch.object(CachingAutotuner, "precompile", noted):
         [source] = torch_private.inductor_sources(call)
-    reports = getattr(backend, "reports", ())
-    reasons = tuple(f"{each.where}: {each.reason}" for each in reports[-1].refusals) if reports else ()
-    return EmittedCode(source, tuple(_plain(value) for value in given), capability, reasons, ways)
+    return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(refused), ways)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _InnerForGpu(Inner):
-    """Inductor as the inner compiler, for a GPU that is not there."""
+    """Inductor as the inner compiler, for a GPU that is not there.
 
-    capability: int = 90
+    Attributes:
+        capability: of the GPU.
+        refused: gets what passes on the graph of aten operators refuse.
+    """
 
-    def compile(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **told: Any) -> Callable[..., Any]:  # type: ignore[override]
+    capability: int
+    refused: list[str]
+
+    def compile(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **told: Any) -> Callable[..., Any]:
         """Compile a graph of tensors that are elsewhere."""
-        return on_gpu(lambda graph, moved: Inner.compile(self, graph, moved, **told), self.capability)(gm, inputs)
+
+        def refuse(name: str, where: str, reason: str) -> None:
+            self.refused.append(f"{name}: {where}: {reason}")
+
+        def compile_moved(graph: torch.fx.GraphModule, moved: Sequence[Any]) -> Any:
+            return Inner.compile(self, graph, moved, **{**told, "refuse": refuse})
+
+        return on_gpu(compile_moved, self.capability)(gm, inputs)
 
 
 def _plain(value: Any) -> Any:

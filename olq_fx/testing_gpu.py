@@ -136,7 +136,10 @@ def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., 
         if mode is None:
             raise ValueError("on_gpu is a backend for torch.compile: it needs its fake tensors")
         with pretend_cuda(capability), mode:
-            moved = [_moved(value) for value in inputs]
+            # The values that a graph was captured with know which extents are symbols.
+            nodes = gm.graph.find_nodes(op="placeholder")
+            seen = [node.meta.get("example_value", value) for node, value in zip(nodes, inputs, strict=True)]
+            moved = [_moved(value) for value in seen]
             _onto_gpu(gm)
             compile_graph(gm, moved)
         return _stop
@@ -178,7 +181,8 @@ def indexed(x: Any, index: Any) -> Any:
         items.append(Ellipsis)
     place = next(i for i, item in enumerate(items) if item is Ellipsis)
     items[place : place + 1] = [slice(None)] * (x.dim() - taken)
-    dim, tensors = 0, []
+    dim = 0
+    tensors: list[Any] = []
     for item in items:
         if item is None:
             x = aten.unsqueeze.default(x, dim)

@@ -168,7 +168,8 @@ def _grow(region: Region, node: Node, rows: Shape) -> None:
         region.leaves[node] = rows
         return
     region.inside[node] = rows
-    for source in node.all_input_nodes:
+    # What else a view reads are extents.
+    for source in node.all_input_nodes[:1] if node.target in VIEWS else node.all_input_nodes:
         _grow(region, source, rows)
 
 

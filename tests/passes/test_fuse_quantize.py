@@ -262,7 +262,7 @@ def test_rows_that_no_program_holds():
         return quantized(functional.layer_norm(x, (20480,)))
 
     assert declined(layer, random(2, 20480)) == (
-        "its quantization is a kernel of its own: rows of 20480 columns are longer than 8192, which is what one "
+        "its quantization is a kernel of its own: rows of 20480 columns are longer than 16384, which is what one "
         "program holds"
     )
 

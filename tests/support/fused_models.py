@@ -62,10 +62,26 @@ class Llama(nn.Module):
         super().__init__()
         self.attention = Attention(norm=norm)
         self.before, self.after = RMSNorm(D), RMSNorm(D)
-        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D)))
+        self.gate, self.up, self.down = (
+            nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x))
+        y = self.after(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class FeedForward(nn.Module):
+    """The second half of a block of Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = RMSNorm(D)
+        self.gate, self.up = nn.Linear(D, HIDDEN, bias=False), nn.Linear(D, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
         y = self.after(x)
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
@@ -123,7 +139,9 @@ class T5(nn.Module):
         super().__init__()
         self.attention = Attention(rotary=False)
         self.before, self.after = RMSNorm(D), RMSNorm(D)
-        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D)))
+        self.gate, self.up, self.down = (
+            nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x))
@@ -139,6 +157,12 @@ BLOCKS: dict[str, Any] = {
     "dit": DiT,
     "t5": T5,
 }
+
+
+def feed_forward(rows: int = ROWS) -> tuple[nn.Module, list[Tensor]]:
+    """The second half of a block of Llama, and its inputs."""
+    torch.manual_seed(0)
+    return FeedForward().bfloat16(), [torch.randn(BATCH, rows, D, dtype=torch.bfloat16)]
 
 
 def build(name: str, dtype: str = "bfloat16", rows: int = ROWS, blocks: int = 1) -> tuple[nn.Module, list[Tensor]]:
