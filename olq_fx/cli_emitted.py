@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from olq_fx import torch_private
 from olq_fx.cli_answers import Answer, ModelError, paragraph
 from olq_fx.cli_emitted_tables import Lane, answer
 from olq_fx.cli_inputs import first_call
@@ -165,12 +165,9 @@ def _built(source: Folder | Factory, options: EmittedOptions) -> tuple[nn.Module
         built = source.on_meta(options.dtype) if options.meta else source.load(options.dtype, None)
     call = first_call(source, built, options.inputs, options.tokens)
 
-    def placed(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to("meta" if options.meta else "cpu", options.dtype if value.is_floating_point() else None)
-
-    return built, tree_map(placed, call)
+    tensors, joined = torch_private.split_tensors(call)
+    device = "meta" if options.meta else "cpu"
+    return built, joined([each.to(device, options.dtype if each.is_floating_point() else None) for each in tensors])
 
 
 def _example(call: Any) -> Any:
@@ -190,18 +187,12 @@ class _Called(nn.Module):
     def __init__(self, model: nn.Module, call: Any) -> None:
         super().__init__()
         self.model = model
-        leaves, self._structure = torch.utils._pytree.tree_flatten(call)
-        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.tensors = [leaves[i] for i in self._places]
+        self.tensors, self._joined = torch_private.split_tensors(call)
 
-    def forward(self, *tensors: Tensor) -> list[Any]:
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's result."""
-        leaves = list(self._constants)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        result = invoke(self.model, torch.utils._pytree.tree_unflatten(leaves, self._structure))
-        return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        found, _ = torch_private.split_tensors(invoke(self.model, self._joined(tensors)))
+        return found
 
 
 # Machine code and files

@@ -10,9 +10,11 @@ No GPU is needed. The program runs as it was emitted, but for its memory, which 
 calls of operators, which are those of CPU tensors.
 """
 
+import ast
 import contextlib
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,7 +196,7 @@ def emitted(
     backend: Any = on_gpu(compile_fx, capability)
     refused: list[str] = []
     if config is not None:
-        inner = _InnerForGpu("inductor", None, capability=capability, refused=refused)
+        inner: Any = _InnerForGpu("inductor", None, capability=capability, refused=refused)
         backend = olq_fx.backend(config, inner=inner, dump_dir=dump_dir)
     compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     given: list[Any] = []
@@ -212,7 +214,8 @@ def emitted(
         ways[self.fn.__name__] = tuple(found)
 
     # The machine code is not needed: `machine_code` makes it.
-    with mock.patch.object(CachingAutotuner, "precompile", noted):
+    with mock.patch.object(CachingAutotuner, "precompile", noted), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TensorFloat32")  # advice on what is not run
         [source] = torch_private.inductor_sources(call)
     return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(refused), ways)
 
@@ -238,7 +241,8 @@ class _InnerForGpu(Inner):
         def compile_moved(graph: torch.fx.GraphModule, moved: Sequence[Any]) -> Any:
             return Inner.compile(self, graph, moved, **{**told, "refuse": refuse})
 
-        return on_gpu(compile_moved, self.capability)(gm, inputs)
+        compiled: Callable[..., Any] = on_gpu(compile_moved, self.capability)(gm, inputs)
+        return compiled
 
 
 def _plain(value: Any) -> Any:
@@ -347,9 +351,8 @@ def _module_of(name: str, text: str) -> Any:
 def _compiled(kernel: EmittedKernel, constants: dict[str, int]) -> MachineCode:
     from olq_fx.testing_machine_code import machine_code
 
-    found = re.search(r"'signature': (\{.*?\})", kernel.source)
-    assert found is not None
-    signature: dict[str, str] = eval(found[1])  # of a literal that Inductor wrote
+    signature: dict[str, str] = _literal("signature", kernel)
+    fixed: dict[str, Any] = _literal("constants", kernel)  # an extent of 1
     with contextlib.ExitStack() as stack:
         for target, name, value in _undecorating():
             stack.enter_context(mock.patch.object(target, name, value))
@@ -359,15 +362,23 @@ def _compiled(kernel: EmittedKernel, constants: dict[str, int]) -> MachineCode:
     chosen = kernel.ways[0] if kernel.ways and not kernel.is_template else None
     if chosen is None:
         chosen = Launch({}, kernel.number("num_warps"), kernel.number("num_stages"))
+    values = {**fixed, **chosen.constants, **constants}
     return machine_code(
         function,
         args,
-        {name: value for name, value in {**chosen.constants, **constants}.items() if name in function.arg_names},
+        {name: value for name, value in values.items() if name in function.arg_names},
         kernel.capability,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         enable_fp_fusion=False,
     )
+
+
+def _literal(name: str, kernel: EmittedKernel) -> Any:
+    """A dictionary of what Inductor notes beside a kernel."""
+    found = re.search(rf"'{name}': (\{{.*?\}})", kernel.source)
+    assert found is not None, f"{kernel.name} has no {name}"
+    return ast.literal_eval(found[1])
 
 
 def _argument(kind: str) -> Any:

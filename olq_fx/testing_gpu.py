@@ -230,8 +230,9 @@ def attended(
         efficient = aten._scaled_dot_product_efficient_attention
         found = efficient(query, key, value, attn_mask, False, dropout_p, is_causal, scale=scale)[0]
         return found
-    more = {"scale": scale, "enable_gqa": enable_gqa}
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _moved(value: Any) -> Any:

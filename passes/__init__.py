@@ -5,6 +5,9 @@
 - `inline`, `open_attention`: functions of torch that hide linear layers, opened.
 - `canonicalize`, `annotate`, `swap`, `share_quantization`, `fuse_residual`, `clean_up`: the passes.
 - `canonical`: the form of a linear layer between them.
+- `fuse_quantize`: the late pass, on the graph of aten operators; `row_regions` finds what it takes, `region_bodies` makes a
+  graph of that.
+- `dumps`: the graph before and after each pass, for people.
 - `capture`: the same matching for `quantize_(example_inputs=...)`.
 """
 

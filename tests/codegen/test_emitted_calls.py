@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from olq_fx.testing_emitted import EmittedCode, Emitter, emitted
 from olq_fx.testing_emitted_calls import EmittedCall, calls_made
+from olq_fx.testing_machine_code import Compiler
 
 ROWS, D, WORDS = 6, 64, 1000
 
@@ -34,19 +35,24 @@ def broken(x: Tensor) -> Tensor:
     return x + 1
 
 
+def total(x: Tensor) -> Tensor:
+    """A kernel that takes the extent 1 for a constant."""
+    return (x.float() * 2).sum(-1)
+
+
 def inputs_of(name: str, device: str) -> list[Any]:
     def made(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
 
     if name == "embedded":
         return [torch.zeros(ROWS, dtype=torch.long, device=device), made(WORDS, D), made(D, D), made(D)]
-    if name == "broken":
-        return [made(2)]
+    if name in ("broken", "total"):
+        return [made(1, D)]
     mask = made(1, 1, ROWS, ROWS) if name == "masked" else None
     return [*(made(2, 4, ROWS, D) for _ in range(3)), mask]
 
 
-FUNCTIONS = {"embedded": embedded, "attention": attention, "masked": attention, "broken": broken}
+FUNCTIONS = {"embedded": embedded, "attention": attention, "masked": attention, "broken": broken, "total": total}
 
 
 def look(name: str, device: str) -> tuple[EmittedCode, tuple[EmittedCall, ...]]:
@@ -73,6 +79,17 @@ def test_ways_to_launch_a_kernel_of_loops_are_known(emitter: Emitter):
     for kernel in code.kernels:
         assert kernel.ways[0].constants["XBLOCK"] > 1
         assert kernel.ways[0].num_warps > 0
+
+
+@pytest.mark.parametrize("name", ["embedded", "total"])
+def test_kernels_of_loops_become_machine_code(emitter: Emitter, name: str):
+    code, _ = emitter.call(look, name, "meta")
+    with Compiler() as compiler:
+        for kernel in code.kernels:
+            found = kernel.machine_code(compiler)
+            assert found.registers > 4
+            assert not found.instructions
+            assert found.capability == 90
 
 
 @pytest.mark.parametrize(("name", "operator"), [("attention", "flash"), ("masked", "efficient")])
