@@ -131,8 +131,9 @@ class GraphJob:
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            told = {"mode": self._mode, "options": self._options, "tag": self._sessions.tag, "refuse": self._refuse}
-            return self._inner.compile(gm, inputs, **told)
+            return self._inner.compile(
+                gm, inputs, mode=self._mode, options=self._options, tag=self._sessions.tag, refuse=self._refuse
+            )
         except OlqFxError:
             raise
         except Exception as error:

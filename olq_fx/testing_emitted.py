@@ -10,12 +10,10 @@ No GPU is needed. The program runs as it was emitted, but for its memory, which 
 calls of operators, which are those of CPU tensors.
 """
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -138,13 +136,10 @@ class Emitter(PythonProcess):
 
 
 def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: bool | None) -> EmittedCode:
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
     import olq_fx
     from olq_fx import torch_private
     from olq_fx.inner import Inner
-    from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
+    from olq_fx.testing_gpu import GpuCodeCompiled, compile_plain, on_gpu, without_machine_code
 
     torch.compiler.reset()
     model, inputs = build(*arguments)
@@ -156,10 +151,10 @@ def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: 
     def compile_quantized(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return Inner.of("inductor").compile(gm, inputs, refuse=refuse)
 
-    backend: Any = on_gpu(compile_fx, capability)
+    backend: Any = on_gpu(compile_plain, capability)
     if config is not None:
         backend = olq_fx.backend(config, inner=on_gpu(compile_quantized, capability))
-    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic)
     given: list[Any] = []
 
     def call() -> None:
@@ -169,8 +164,7 @@ def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: 
         except GpuCodeCompiled as stopped:
             given.extend(stopped.args)
 
-    # The machine code is not needed: `machine_code` makes it.
-    with mock.patch.object(CachingAutotuner, "precompile", lambda self, *args, **kwargs: None):
+    with without_machine_code():
         [source] = torch_private.inductor_sources(call)
     return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(reasons))
 
@@ -184,37 +178,19 @@ def _plain(value: Any) -> Any:
 
 def run_program(source: str, inputs: Sequence[Any]) -> list[Any]:
     """Run an emitted program on CPU tensors. For the process of an `Interpreter`."""
-    from torch._inductor.async_compile import AsyncCompile
+    from olq_fx.testing_gpu import PROGRAM_NAMES, emitted_program
 
-    text = source.replace("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "")
-    text = text.replace("torch._C._dynamo.guards._empty_strided_cuda", "_new_memory")
-    text = text.replace("torch._C._dynamo.guards.assert_size_stride", "_any_layout")
+    for name, instead in PROGRAM_NAMES.items():
+        source = source.replace(name, instead)
     namespace: dict[str, Any] = {
         "__name__": "emitted_program",
         "_new_memory": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
         "_any_layout": lambda *args: None,
         "get_raw_stream": lambda index: 0,
     }
-    with contextlib.ExitStack() as stack:
-        for target, name, value in (
-            (AsyncCompile, "triton", lambda self, name, text, **options: _Interpreted(name, text)),
-            (AsyncCompile, "wait", lambda self, scope: None),
-            (torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext()),
-            (torch.cuda, "set_device", lambda index: None),
-            *_undecorating(),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        exec(compile(text, "emitted_program", "exec"), namespace)
+    with emitted_program(_Interpreted):
+        exec(compile(source, "emitted_program", "exec"), namespace)
         return list(namespace["call"](list(inputs)))
-
-
-def _undecorating() -> Iterator[tuple[Any, str, Any]]:
-    """What to put in the place of Inductor's decorators, so that a module gives Triton's function."""
-    from torch._inductor.runtime import triton_helpers, triton_heuristics
-
-    for name in ("template", "pointwise", "reduction", "persistent_reduction"):
-        yield triton_heuristics, name, lambda *args, **kwargs: lambda function: function
-    yield triton_helpers, "set_driver_to_gpu", lambda: None
 
 
 class _Interpreted:
@@ -267,14 +243,13 @@ def _module_of(name: str, text: str) -> Any:
 
 
 def _compiled(kernel: EmittedKernel, constants: dict[str, int]) -> MachineCode:
+    from olq_fx.testing_gpu import undecorated_kernels
     from olq_fx.testing_machine_code import machine_code
 
     found = re.search(r"'signature': (\{.*?\})", kernel.source)
     assert found is not None
     signature: dict[str, str] = eval(found[1])  # of a literal that Inductor wrote
-    with contextlib.ExitStack() as stack:
-        for target, name, value in _undecorating():
-            stack.enter_context(mock.patch.object(target, name, value))
+    with undecorated_kernels():
         function = _module_of(kernel.name, kernel.source).__dict__[kernel.name]
     # A symbolic extent is a number that no power of two divides, as Inductor takes it for.
     args = [_argument(kind) for kind in signature.values() if kind != "constexpr"]
