@@ -12,6 +12,8 @@
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
 - `triton_matmul`: Triton kernels that multiply; `triton_product` chooses instruction and tiles, and launches them.
 - `triton_chain`: a Triton kernel for linear -> chain -> quantization; `triton_linear_chain` launches it.
+- `fused_quantize`: an operator for a quantization with what leads up to it; `template_lowering` makes one Triton kernel
+  of it where Inductor compiles for a GPU, by the text in `template_sources`.
 - `triton_ops`: the operators on a GPU's tensors, by these kernels.
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize

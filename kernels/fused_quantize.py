@@ -2,20 +2,18 @@
 
     fused_quantize(body, products, tensors, format, rule) -> [*parts, *kept]
 
-`body` names a graph (`remember`): of the results of `products`, (M, N) each, and of `tensors`, to the (M, K) that is quantized to
-`format` by `rule`, and after it what others read too (`kept`), each (M, K). A compiler for GPUs makes one kernel of it
-(`template_lowering`); what is defined here says what that computes.
+`body` names a function (`remember`): of the results of `products`, (M, N) each, and of `tensors`, to the (M, K) that is
+quantized to `format` by `rule`, and after it what others read too (`kept`), each (M, K). A compiler for GPUs makes one
+kernel of it (`template_lowering`); what is defined here says what that computes.
 """
 
 import dataclasses
-import hashlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
 from olq_fx import numerics, torch_private
 from olq_fx.formats import get_format
@@ -53,8 +51,9 @@ class Product:
     @property
     def plain(self) -> Plain:
         """As the arguments of a graph's node can hold it."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return tuple(values)  # type: ignore[return-value]
+        found: Any = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        plain: Plain = found
+        return plain
 
     @property
     def computed(self) -> Tensor:
@@ -67,28 +66,57 @@ class Product:
         return found
 
 
-_BODIES: dict[str, GraphModule] = {}
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """Something that is computed of every element.
+
+    Attributes:
+        graph: on scalars, with one result: see `Body.inputs` for what it takes.
+        reduction: which is taken of it along its row: `mean`, `sum`, `amax` or `moments` (variance and mean); "" for
+            what is quantized or kept.
+        dtype: that the reduction has; of others float32.
+    """
+
+    graph: Callable[..., Any]
+    reduction: str
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Body:
+    """What is computed before a quantization.
+
+    Attributes:
+        function: of products and tensors to the matrix that is quantized, and what is kept.
+        stages: the same, element by element: its reductions in order, then what is quantized, then what is kept.
+        inputs: what each stage takes, by name: `y0` (a product), `m` and `n` (row and column), `m_8` (the row divided
+            by 8), `r0` (what a stage was reduced to), `r0_mean` (its mean, where its variance is r0), `t0` (a tensor).
+        columns: of the matrix.
+        kept: dtypes of what is kept.
+        tall: the number of a tensor that has all rows; -1 where products have them.
+    """
+
+    function: Callable[..., Any]
+    stages: tuple[Stage, ...]
+    inputs: tuple[str, ...]
+    columns: int
+    kept: tuple[torch.dtype, ...]
+    tall: int
+
+
+_BODIES: dict[str, Body] = {}
 """Bodies by name. The name is made of what is in the graph: equal layers share one, in every process the same."""
 
 
-def remember(body: GraphModule) -> str:
-    """The name of a body, by which the operator is called."""
-    lines = [
-        f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {_dtypes(node)}" for node in body.graph.nodes
-    ]
-    name = f"body_{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:24]}"
-    return _BODIES.setdefault(name, body) and name
+def remember(name: str, body: Body) -> str:
+    """Let the operator be called with a body by its name."""
+    _BODIES.setdefault(name, body)
+    return name
 
 
-def body_of(name: str) -> GraphModule:
+def body_of(name: str) -> Body:
     """The body of that name."""
     return _BODIES[name]
-
-
-def _dtypes(node: Node) -> list[str]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [f"{each.dtype}{tuple(each.shape[1:])}" for each in values if isinstance(each, Tensor)]
 
 
 class FusedQuantize(torch_private.HigherOrderOperator):
@@ -96,22 +124,22 @@ class FusedQuantize(torch_private.HigherOrderOperator):
 
     def __init__(self) -> None:
         """Register it."""
-        super().__init__("olq_fx_fused_quantize", cacheable=True)
+        super().__init__("olq_fx_fused_quantize", cacheable=True)  # type: ignore[no-untyped-call]
 
     def __call__(self, body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
         """The parts, and what is kept."""
-        return super().__call__(body, products, tensors, format, rule)
+        return super().__call__(body, products, tensors, format, rule)  # type: ignore[no-untyped-call]
 
 
 def _computed(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
     values = [Product(*each).computed for each in products]
-    whole, *kept = body_of(body)(*values, *tensors)
+    whole, *kept = body_of(body).function(*values, *tensors)
     return [*reference.quantize(whole, format, rule), *kept]
 
 
 def _shapes(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
     values = [Product(*each).computed for each in products]
-    whole, *kept = body_of(body)(*values, *tensors)
+    whole, *kept = body_of(body).function(*values, *tensors)
     specs = numerics.part_specs(get_format(format), *whole.shape)
     return [*(whole.new_empty(spec.shape, dtype=spec.dtype) for spec in specs), *kept]
 

@@ -12,9 +12,7 @@ import torch
 
 from olq_fx import numerics, torch_templates
 from olq_fx.formats import Format, get_format
-from olq_fx.kernels import template_bodies
-from olq_fx.kernels.fused_quantize import Plain, Product, body_of, fused_quantize
-from olq_fx.kernels.template_bodies import Body
+from olq_fx.kernels.fused_quantize import Body, Plain, Product, body_of, fused_quantize
 from olq_fx.kernels.template_sources import (
     PRODUCT_IMPORTS,
     ROW_IMPORTS,
@@ -44,7 +42,6 @@ class _Target:
         rule: of their scales.
         shape: (M, K) of what is quantized.
         device: of all.
-        kept: dtypes of what is kept.
     """
 
     body: Body
@@ -53,7 +50,6 @@ class _Target:
     rule: str
     shape: tuple[Any, int]
     device: torch.device
-    kept: tuple[torch.dtype, ...]
 
     @property
     def capability(self) -> int:
@@ -63,7 +59,7 @@ class _Target:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of the format, as the sources want them; GROUP_K is 0 where a group is a row."""
+        """Of the format, as the sources want them; GROUP_K is 1 where a group is a row."""
         columns = self.format.group[1]
         return {
             "ELEMENT": self.format.element,
@@ -77,25 +73,21 @@ class _Target:
             "HAS_COARSE": self.format.coarse is not None,
         }
 
-    def launched(
-        self,
-        name: str,
-        source: str,
-        imports: str,
-        grid: Callable[..., tuple[int, int, int]],
-        tiles: Sequence[torch_templates.Choice | Any],
-        inputs: Sequence[Any],
-        sizes: Sequence[Any],
-    ) -> list[Any]:
-        """The kernel's results."""
+    def launched(self, kernel: "_Kernel", tiles: Sequence[Blocking], inputs: Sequence[Any]) -> list[Any]:
+        """The results of a kernel that reads `inputs` besides the body's tensors, in the best of these tiles."""
         rows, columns = self.shape
         codes, *scales = numerics.part_specs(self.format, 1, columns)
         outputs = [torch_templates.new_buffer((rows, spec.shape[1]), spec.dtype, self.device) for spec in scales] + [
-            torch_templates.new_buffer(self.shape, dtype, self.device) for dtype in self.kept
+            torch_templates.new_buffer(self.shape, dtype, self.device) for dtype in self.body.kept
         ]
-        template = torch_templates.make_template(name, source, grid, imports)
+        template = torch_templates.make_template(kernel.name, kernel.source, kernel.grid, kernel.imports)
         choices = [
-            torch_templates.Choice(template, {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": tile[2]}, *tile[3:])
+            torch_templates.Choice(
+                template,
+                {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k},
+                tile.num_warps,
+                tile.num_stages,
+            )
             for tile in tiles
         ]
         like = torch_templates.layout((rows, codes.shape[1]), codes.dtype, self.device)
@@ -105,8 +97,18 @@ class _Target:
             if each[0] != "t"
         ]
         bodies = [torch_templates.scalar_body(stage.graph, [*scalars, *self.tensors]) for stage in self.body.stages]
-        made = torch_templates.launch(name, choices, inputs, outputs, like, sizes, bodies, self.tensors)
+        made = torch_templates.launch(kernel.name, choices, inputs, outputs, like, self.shape, bodies, self.tensors)
         return [made, *outputs]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A template: its text, what stands before it, and the grid for (M, K)."""
+
+    name: str
+    source: str
+    imports: str
+    grid: Callable[..., tuple[int, int, int]]
 
 
 def register() -> None:
@@ -117,37 +119,12 @@ def register() -> None:
 
 def lower(body: str, products: Sequence[Plain], tensors: Sequence[Any], format: str, rule: str) -> list[Any]:
     """The parts and what is kept, as buffers of Inductor."""
-    graph = body_of(body)
-    [results] = graph.graph.output_node().args
-    assert isinstance(results, (tuple, list))
-    whole, *kept = (node.meta["val"] for node in results)
+    known, found = body_of(body), [Product(*each) for each in products]
     realized = [torch_templates.realized(tensor) for tensor in tensors]
-    found = [Product(*each) for each in products]
-    rows = (
-        found[0].x[0].get_size()[0]
-        if found
-        else next(
-            tensor.get_size()[0]
-            for tensor, node in zip(realized, graph.graph.find_nodes(op="placeholder"), strict=True)
-            if template_bodies.kind_of(node) == "full" and _is_whole(node, whole)
-        )
-    )
-    device = (found[0].x[0] if found else realized[0]).get_device()
-    target = _Target(
-        template_bodies.cut(graph),
-        realized,
-        get_format(format),
-        rule,
-        (rows, int(whole.shape[1])),
-        device,
-        tuple(value.dtype for value in kept),
-    )
+    tall = found[0].x[0] if found else realized[known.tall]
+    shape = tall.get_size()[0], known.columns
+    target = _Target(known, realized, get_format(format), rule, shape, tall.get_device())
     return _with_products(target, found) if found else _with_rows(target)
-
-
-def _is_whole(node: torch.fx.Node, whole: torch.Tensor) -> bool:
-    """Whether an input has all rows, and is not one that is repeated."""
-    return all(user.target is not torch.ops.aten.repeat_interleave.self_int for user in node.users)
 
 
 def _inputs(target: _Target) -> list[str]:
@@ -181,11 +158,22 @@ def _with_products(target: _Target, products: Sequence[Product]) -> list[Any]:
         texts.append(ProductText(_side(f"B{i}", operand), bias, each.first, operand.codes.shape[0], uniform))
         inputs += _buffers(each.weight, each.weight_format)
         inputs += [torch_templates.contiguous(each.bias)] if bias else []
-    source = product_source(side, texts, constants, _inputs(target), len(target.kept), width)
-    tile = (blocking.block_m, blocking.block_n, blocking.block_k, blocking.num_warps, blocking.num_stages)
-    return target.launched(
-        "olq_fx_linear_quantize", source, PRODUCT_IMPORTS, _tile_grid, [tile], inputs, [target.shape[0], width]
-    )
+    source = product_source(side, texts, constants, _inputs(target), len(target.body.kept), width)
+    kernel = _Kernel("olq_fx_linear_quantize", source, PRODUCT_IMPORTS, _tile_grid)
+    return target.launched(kernel, _tiles(blocking), inputs)
+
+
+def _tiles(first: Blocking) -> list[Blocking]:
+    """The analytic choice; where Inductor may measure, others that need no other text."""
+    if not torch_templates.wants_tuning():
+        return [first]
+    others = [
+        dataclasses.replace(first, block_m=block_m, num_warps=warps, num_stages=stages)
+        for block_m in {max(16, first.block_m // 2), first.block_m, 2 * first.block_m}
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+    ]
+    return [first, *(each for each in others if each != first)]
 
 
 def _blocking(target: _Target, a: Operand, weights: Sequence[Operand], k: int) -> Blocking:
@@ -224,7 +212,7 @@ def _buffers(parts: Sequence[Any], format: str) -> list[Any]:
 # Rows
 
 
-def _row_grid(rows: int, meta: Any, *, cdiv: Callable[[int, int], int]) -> tuple[int, int, int]:
+def _row_grid(rows: int, columns: int, meta: Any, *, cdiv: Callable[[int, int], int]) -> tuple[int, int, int]:
     return cdiv(rows, meta["BLOCK_M"]), 1, 1
 
 
@@ -234,8 +222,8 @@ def _with_rows(target: _Target) -> list[Any]:
     log = (max(128, width, coarse_columns(target.format)) - 1).bit_length()
     stages = [(stage.reduction, _NAMES[stage.dtype]) for stage in target.body.stages if stage.reduction]
     constants = {**target.constants, "LOG_ROW": log}
-    source = row_source(stages, constants, _inputs(target), len(target.kept), width)
+    source = row_source(stages, constants, _inputs(target), len(target.body.kept), width)
     block_m = max(1, _ROW_ELEMENTS >> log)
     warps = min(32, max(1, (block_m << log) // _WARP_ELEMENTS))
-    tile = (block_m, 1 << log, 1, warps, 1)
-    return target.launched("olq_fx_rows_quantize", source, ROW_IMPORTS, _row_grid, [tile], [], [target.shape[0]])
+    kernel = _Kernel("olq_fx_rows_quantize", source, ROW_IMPORTS, _row_grid)
+    return target.launched(kernel, [Blocking(block_m, 1 << log, 1, num_warps=warps, num_stages=1)], [])

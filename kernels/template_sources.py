@@ -128,8 +128,8 @@ def product_source(
     lines += _modifications(0, inputs, kept + 1)
     lines += _kept(range(1, kept + 1), "first + tl.arange(0, BLOCK_N)")
     lines += [
-        f"    write_tile(v0, {_bytes('{{output()}}')}, {_scale(constants)}, None, None, rows, first, {_stride('SCALE', 0)},",
-        f"        {_stride('SCALE', 1)}, M, WIDTH, {_format(constants, '1, ')})",
+        f"    write_tile(v0, {_bytes('{{output()}}')}, {_scale(constants)}, None, None, rows, first,",
+        f"        {_stride('SCALE', 0)}, {_stride('SCALE', 1)}, M, WIDTH, {_format(constants, '1, ')})",
     ]
     return "\n".join(lines) + "\n"
 
@@ -141,8 +141,8 @@ def _product(i: int, x: Side, each: ProductText, constants: Mapping[str, Any]) -
     lines = [
         f"    columns = tl.where(inside, {each.first} + first + tl.arange(0, BLOCK_N), {n})",
         f"    acc = sum_over({x.pointers}, {each.weight.pointers}, rows, columns, 0, {k}, M, {n}, {k},",
-        f"        {', '.join([*x.strides, *each.weight.strides])}, {_literals(x.constants)}, {_literals(each.weight.constants)},",
-        f"        {_literals(shared)}, {each.uniform}, False, BLOCK_K)",
+        f"        {', '.join([*x.strides, *each.weight.strides])},",
+        f"        {_literals([*x.constants, *each.weight.constants, *shared])}, {each.uniform}, False, BLOCK_K)",
         f"    y{i} = with_constants(acc, {x.outer_pointer}, {each.weight.outer_pointer}, rows, columns, M, {n},",
         f"        {x.strides[3]}, {each.weight.strides[3]}, {side}, False)",
     ]
@@ -192,7 +192,8 @@ def _kept(numbers: Sequence[int], columns: str) -> list[str]:
         pointer = f"KEPT{i - 1}"
         lines += [
             f"    at = rows.to(tl.int64)[:, None] * {_stride(pointer, 0)} + ({columns})[None, :]",
-            f"    tl.store({pointer} + at, v{i}.to({pointer}.dtype.element_ty), mask=(rows[:, None] < M) & (({columns})[None, :] < WIDTH))",
+            f"    written = (rows[:, None] < M) & (({columns})[None, :] < WIDTH)",
+            f"    tl.store({pointer} + at, v{i}.to({pointer}.dtype.element_ty), mask=written)",
         ]
     return lines
 
@@ -282,8 +283,8 @@ def _row_sink(constants: Mapping[str, Any]) -> list[str]:
         ]
     rest = [constants[name] for name in ("GROUP_K", "LOG", "NATIVE")]
     return [
-        f"    of_row = write_row_scale(row_bits(v0, {written[1]!r}), {scale}, {coarse}, rows, {_stride('SCALE', 0)}, M,",
-        f"        {_literals(written)})",
+        f"    bits = row_bits(v0, {written[1]!r})",
+        f"    of_row = write_row_scale(bits, {scale}, {coarse}, rows, {_stride('SCALE', 0)}, M, {_literals(written)})",
         f"    write_row_tile(v0, of_row, {codes}, {scale}, rows, 0, {strides}, M, WIDTH, {_literals(written[:2])},",
         f"        {_literals(rest)})",
     ]

@@ -14,17 +14,23 @@ import ast
 import contextlib
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from olq_fx.inner import Inner
-from olq_fx.testing_gpu import GpuCodeCompiled, on_gpu
+from olq_fx.testing_gpu import (
+    PROGRAM_NAMES,
+    GpuCodeCompiled,
+    compile_plain,
+    emitted_program,
+    on_gpu,
+    undecorated_kernels,
+    without_machine_code,
+)
 from olq_fx.testing_graphs import calls_of
 from olq_fx.testing_interpreter import Interpreter
 from olq_fx.testing_machine_code import Compiler, MachineCode
@@ -186,14 +192,11 @@ def emitted(
     Raises:
         torch._dynamo.exc.Unsupported: it cannot be captured as one graph.
     """
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
     import olq_fx
     from olq_fx import torch_private
 
     torch.compiler.reset()
-    backend: Any = on_gpu(compile_fx, capability)
+    backend: Any = on_gpu(compile_plain, capability)
     refused: list[str] = []
     if config is not None:
         inner: Any = _InnerForGpu("inductor", None, capability=capability, refused=refused)
@@ -209,13 +212,10 @@ def emitted(
         except GpuCodeCompiled as stopped:
             given.extend(stopped.args)
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        found = (Launch(dict(each.kwargs), each.num_warps, each.num_stages) for each in self.configs)
-        ways[self.fn.__name__] = tuple(found)
+    def noted(name: str, configurations: Sequence[Any]) -> None:
+        ways[name] = tuple(Launch(dict(each.kwargs), each.num_warps, each.num_stages) for each in configurations)
 
-    # The machine code is not needed: `machine_code` makes it.
-    with mock.patch.object(CachingAutotuner, "precompile", noted), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TensorFloat32")  # advice on what is not run
+    with without_machine_code(noted):
         [source] = torch_private.inductor_sources(call)
     return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(refused), ways)
 
@@ -267,37 +267,18 @@ def program(source: str, kernel: Callable[[str, str], Any], device: str) -> Iter
         kernel: makes what is launched (by `run`) of a kernel's name and source.
         device: where the program allocates.
     """
-    from torch._inductor.async_compile import AsyncCompile
 
-    text = source.replace("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "")
-    text = text.replace("torch._C._dynamo.guards._empty_strided_cuda", "_new_memory")
-    text = text.replace("torch._C._dynamo.guards.assert_size_stride", "_any_layout")
+    for name, instead in PROGRAM_NAMES.items():
+        source = source.replace(name, instead)
     namespace: dict[str, Any] = {
         "__name__": "emitted_program",
         "_new_memory": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device),
         "_any_layout": lambda *args: None,
         "get_raw_stream": lambda index: 0,
     }
-    with contextlib.ExitStack() as stack:
-        for target, name, value in (
-            (AsyncCompile, "triton", lambda self, name, text, **options: kernel(name, text)),
-            (AsyncCompile, "wait", lambda self, scope: None),
-            (torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext()),
-            (torch.cuda, "set_device", lambda index: None),
-            *_undecorating(),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        exec(compile(text, "emitted_program", "exec"), namespace)
+    with emitted_program(kernel):
+        exec(compile(source, "emitted_program", "exec"), namespace)
         yield namespace
-
-
-def _undecorating() -> Iterator[tuple[Any, str, Any]]:
-    """What to put in the place of Inductor's decorators, so that a module gives Triton's function."""
-    from torch._inductor.runtime import triton_helpers, triton_heuristics
-
-    for name in ("template", "pointwise", "reduction", "persistent_reduction"):
-        yield triton_heuristics, name, lambda *args, **kwargs: lambda function: function
-    yield triton_helpers, "set_driver_to_gpu", lambda: None
 
 
 class _Interpreted:
@@ -353,9 +334,7 @@ def _compiled(kernel: EmittedKernel, constants: dict[str, int]) -> MachineCode:
 
     signature: dict[str, str] = _literal("signature", kernel)
     fixed: dict[str, Any] = _literal("constants", kernel)  # an extent of 1
-    with contextlib.ExitStack() as stack:
-        for target, name, value in _undecorating():
-            stack.enter_context(mock.patch.object(target, name, value))
+    with undecorated_kernels():
         function = _module_of(kernel.name, kernel.source).__dict__[kernel.name]
     # A symbolic extent is a number that no power of two divides, as Inductor takes it for.
     args = [_argument(kind) for kind in signature.values() if kind != "constexpr"]

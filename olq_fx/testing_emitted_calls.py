@@ -121,8 +121,8 @@ def origins_of(source: str) -> dict[str, tuple[str, ...]]:
 
 def _operators_of(body: str) -> Iterator[str]:
     """The operators of a body that a template inlines, the products first."""
-    graph = body_of(body).graph
-    for node in graph.nodes:
+    function: Any = body_of(body).function
+    for node in function.graph.nodes:
         if node.op == "placeholder" and str(node.target).startswith("product"):
             yield PRODUCT
         elif node.op == "call_function":

@@ -10,6 +10,7 @@ process that has no GPU to use afterwards. Beside `torch_private` the only modul
 import contextlib
 import operator
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -243,3 +244,71 @@ def _moved(value: Any) -> Any:
 
 def _stop(*inputs: Any) -> Any:
     raise GpuCodeCompiled(*inputs)
+
+
+# What is emitted, elsewhere
+
+
+def compile_plain(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Inductor itself, for `on_gpu`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs)
+
+
+@contextlib.contextmanager
+def without_machine_code(note: Callable[[str, Sequence[Any]], None]) -> Iterator[None]:
+    """Within it, Inductor writes kernels and does not compile them.
+
+    Args:
+        note: is told the name of each kernel, and the configurations of Triton's among which Inductor would choose.
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        note(kernel.fn.__name__, kernel.configs)
+
+    with mock.patch.object(CachingAutotuner, "precompile", noted), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TensorFloat32")  # advice on what is not run
+        yield
+
+
+@contextlib.contextmanager
+def undecorated_kernels() -> Iterator[None]:
+    """Within it, the module of an emitted kernel defines Triton's function, and not what launches it."""
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+    with contextlib.ExitStack() as stack:
+        for name in ("template", "pointwise", "reduction", "persistent_reduction"):
+            stack.enter_context(mock.patch.object(triton_heuristics, name, _no_decorator))
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+        yield
+
+
+def _no_decorator(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    return lambda function: function
+
+
+PROGRAM_NAMES = {
+    "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "",
+    "torch._C._dynamo.guards._empty_strided_cuda": "_new_memory",
+    "torch._C._dynamo.guards.assert_size_stride": "_any_layout",
+}
+"""What an emitted program calls of the device, and the names by which it is to find something else."""
+
+
+@contextlib.contextmanager
+def emitted_program(kernel: Callable[[str, str], Any]) -> Iterator[None]:
+    """Within it, an emitted program can be run: its kernels are `kernel(name, source)`, its device is the CPU."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(undecorated_kernels())
+        for target, name, value in (
+            (AsyncCompile, "triton", lambda self, name, text, **options: kernel(name, text)),
+            (AsyncCompile, "wait", lambda self, scope: None),
+            (torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext()),
+            (torch.cuda, "set_device", lambda index: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield

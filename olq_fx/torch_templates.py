@@ -44,14 +44,14 @@ def _kernel_type(imports: str) -> Any:
             super().__init__(*args, **kwargs)
             self.extra_template_env_fns.append(self.output)
 
-        @classmethod
-        def gen_common_triton_imports(cls) -> str:
+        def gen_common_triton_imports(self) -> str:  # type: ignore[override]
             return f"{TritonTemplateKernel.gen_common_triton_imports()}\n{imports}\n"
 
-        def jit_lines(self) -> Any:
+        def jit_lines(self) -> str:
             self.triton_meta = {**(self.triton_meta or {}), "enable_fp_fusion": False}
             # Not every GPU has pointers to float8; bytes are what the device functions take.
-            return super().jit_lines().replace("'*fp8e4nv'", "'*u8'")
+            lines: str = super().jit_lines()  # type: ignore[no-untyped-call]
+            return lines.replace("'*fp8e4nv'", "'*u8'")
 
         def output(self) -> str:
             name: str = self.args.output(self.output_node.get_name())
@@ -125,7 +125,8 @@ def launch(
         )
         if error is not None:
             raise error
-    selected = autotune_select_algorithm(name, found, [*inputs, *outputs, *captured], like)
+    select: Any = autotune_select_algorithm
+    selected = select(name, found, [*inputs, *outputs, *captured], like)
     made: Any = selected[0] if isinstance(selected, tuple) else selected  # torch 2.11 returns the result alone
     made.data.data.subgraph_inps = list(captured)
     made.data.data.subgraph_outs = list(subgraphs)
@@ -145,7 +146,8 @@ def register_call(operator: Any) -> None:
     """Let Inductor call an operator of ours as it is, where a graph has it after all decompositions."""
     from torch._inductor.lowering import fallback_handler
 
-    register_lowering(operator, fallback_handler(operator, add_to_fallback_set=False))
+    handler: Any = fallback_handler
+    register_lowering(operator, handler(operator, add_to_fallback_set=False))
 
 
 def realized(buffer: Any) -> Any:
@@ -190,7 +192,7 @@ def scalar(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     return create_placeholder(name, dtype, device)
 
 
-def scalar_body(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+def scalar_body(graph_module: Any, inputs: Sequence[Any]) -> Any:
     """A graph of pointwise operators on scalars with one result, as `modification` inlines it."""
     from torch._inductor.kernel.flex.common import build_subgraph_module_buffer, freeze_irnodes
 

@@ -4,9 +4,9 @@
 - `weight_views`, `linear_forms`, `find_uses`: how a weight is seen, the ways of writing a linear layer, who uses what.
 - `inline`, `open_attention`: functions of torch that hide linear layers, opened.
 - `canonicalize`, `annotate`, `swap`, `share_quantization`, `fuse_residual`, `clean_up`: the passes.
+- `fuse_quantize`: a late pass, on the graph of aten operators; `row_regions` finds what leads up to a quantization,
+  `region_bodies` says it as a graph of matrices, `body_stages` as graphs of scalars.
 - `canonical`: the form of a linear layer between them.
-- `fuse_quantize`: the late pass, on the graph of aten operators; `row_regions` finds what it takes, `region_bodies` makes a
-  graph of that.
 - `dumps`: the graph before and after each pass, for people.
 - `capture`: the same matching for `quantize_(example_inputs=...)`.
 """

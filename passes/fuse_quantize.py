@@ -27,9 +27,10 @@ from olq_fx import torch_private
 from olq_fx.formats import get_format
 from olq_fx.kernels.fused_quantize import Product, fused_quantize, remember
 from olq_fx.passes.base import PassResult, Reject
+from olq_fx.passes.body_stages import cut, name_of
 from olq_fx.passes.fxtools import caller, tensor_of
 from olq_fx.passes.region_bodies import CannotSay, RegionBody
-from olq_fx.passes.row_regions import DTYPES, PRODUCT, VIEWS, Piece, Region, find, piece_of
+from olq_fx.passes.row_regions import DTYPES, VIEWS, Piece, Region, find, piece_of
 
 _QUANTIZE = torch.ops.olq_fx.quantize.default
 LONGEST_ROW = 16384
@@ -107,6 +108,9 @@ def _pieces(region: Region, found: list[Piece], format: str) -> tuple[list[Piece
             found = [each for each in found if each is not piece]
     if not found:
         return [], "others read the product too"
+    found = [piece for piece in found if piece.residual is None or piece.is_whole]
+    if not found:
+        return [], "a residual is added to the whole product, of which these are some columns"
     group = get_format(format)
     if group.group[0] != 1 or group.group[1] is None or group.coarse is not None:
         return [], f"{format} has a statistic of more than a piece of a row, which no tile of a product holds"
@@ -126,7 +130,7 @@ def _sharing(piece: Piece) -> tuple[Any, ...]:
 
 def _is_own(region: Region, piece: Piece, alike: list[Piece]) -> bool:
     """Whether nothing but the region reads a product."""
-    read = {each.path[0] if each.path else each.product for each in alike}
+    read = {each.read for each in alike}
     path = {node for each in alike for node in each.path} | {piece.product}
     waiting = [piece.product]
     while waiting:
@@ -150,7 +154,7 @@ def _rewrite(quantize: Node, body: RegionBody) -> None:
     graph = quantize.graph
     with graph.inserting_before(quantize):
         products = [_plain(piece) for piece in body.pieces]
-        args = (remember(made), products, body.tensors(graph), *quantize.args[1:3])
+        args = (remember(name_of(made), cut(made)), products, body.tensors(graph), *quantize.args[1:3])
         fused = graph.call_function(fused_quantize, args)
         parts: Any = quantize.meta["val"]
         values = [matrix.meta["val"] for matrix in made.graph.output_node().args[0][1:]]  # type: ignore[index, union-attr]

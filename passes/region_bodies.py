@@ -4,7 +4,7 @@
     body.graph_module()    of products and tensors to the matrix that is quantized and what is kept
     body.tensors(emit)     what it reads, as matrices
 
-See `kernels.template_bodies` for the names of its inputs.
+See `body_stages` for the names of its inputs.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Leaf:
 
     Attributes:
         node: in the outer graph.
-        kind: of `kernels.template_bodies.KINDS`.
+        kind: of `body_stages.KINDS`.
         shape: of the matrix, the row or the number that the body sees; -1 for the number of rows.
         repeats: how many rows of the region share one of it.
     """
@@ -95,14 +95,17 @@ class RegionBody:
         self.region = region
         self.pieces = pieces
         self.kept = region.kept(quantize)
-        of_pieces = {piece.path[0] if piece.path else piece.product for piece in pieces}
-        self.residuals = [piece.product.args[7] for piece in pieces]
+        of_pieces = {piece.read for piece in pieces}
+        self.residuals: list[Node | None] = [piece.residual for piece in pieces]
         self.leaves = [
             leaf_of(region, node, rows) for node, rows in sorted(region.leaves.items()) if node not in of_pieces
         ]
         self._check()
 
     def _check(self) -> None:
+        tall = [leaf for leaf in self.leaves if leaf.kind in ("full", "row") and leaf.repeats == 1]
+        if not self.pieces and not tall:
+            raise CannotSay("nothing that it reads has all its rows")
         for node in self.kept:
             value = tensor_of(node)
             if value is None or value.dtype not in DTYPES:
@@ -118,12 +121,12 @@ class RegionBody:
         writer = _Writer(graph, self.region)
         places: dict[Node, Node] = {}
         for i, piece in enumerate(self.pieces):
-            read = piece.path[0] if piece.path else piece.product
+            read = piece.read
             places[read] = writer.input(f"product_{i}", self._value(read, self.region.shape))
         for i, piece in enumerate(self.pieces):
             residual = self.residuals[i]
             if residual is not None:
-                read = piece.path[0] if piece.path else piece.product
+                read = piece.read
                 added = writer.input(f"full_{len(self.leaves) + i}", self._value(residual, self.region.shape))
                 places[read] = writer.call(aten.add.Tensor, (places[read], added), {}, places[read].meta["val"].dtype)
         for i, leaf in enumerate(self.leaves):
@@ -148,7 +151,7 @@ class RegionBody:
         return value.new_empty(shape)
 
     def tensors(self, graph: Graph) -> list[Node]:
-        """What the body reads beside products, in the order of its inputs, as matrices; emitted into the outer graph."""
+        """What the body reads beside products, in the order of its inputs, as matrices of the outer graph."""
         residuals = [Leaf(node, "full", (-1, self.region.shape[1])) for node in self.residuals if node is not None]
         return [_viewed(graph, leaf) for leaf in (*residuals, *self.leaves)]
 

@@ -46,6 +46,23 @@ class Piece:
     columns: int
     path: tuple[Node, ...]
 
+    @property
+    def read(self) -> Node:
+        """What the region reads."""
+        return self.path[0] if self.path else self.product
+
+    @property
+    def residual(self) -> Node | None:
+        """What the product adds after its rounding."""
+        found = self.product.args[7]
+        return found if isinstance(found, Node) else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all columns of the product."""
+        value = tensor_of(self.product)
+        return value is not None and same(value.shape[1], self.columns)
+
 
 @dataclasses.dataclass(slots=True)
 class Region:

@@ -188,8 +188,9 @@ def is_private(dotted: str) -> bool:
 def test_private_torch_api_stays_in_one_file(path: Path):
     tree = ast.parse(path.read_text())
     private = sorted({name for name in (*imports(tree), *attributes(tree)) if is_private(name)})
-    # The testing kit's substitute for a GPU is put into the private parts themselves; nothing at run time uses it.
-    assert bool(private) == (path.name in ("torch_private.py", "testing_gpu.py")), private
+    # The adapter is two files, of which one is loaded with Inductor only. The testing kit's substitute for a GPU is put
+    # into the private parts themselves; nothing at run time uses it.
+    assert bool(private) == (path.name in ("torch_private.py", "torch_templates.py", "testing_gpu.py")), private
 
 
 def above_the_passes() -> set[str]:

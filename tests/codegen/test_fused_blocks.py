@@ -1,4 +1,4 @@
-"""What Inductor emits for blocks of real models on an NVIDIA GPU: how many kernels, what they compute, what they become."""
+"""What Inductor emits for blocks of real models on a GPU: how many kernels, their values, their machine code."""
 
 import dataclasses
 import re

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from olq_fx.kernels.fused_quantize import body_of, fused_quantize
-from olq_fx.kernels.template_bodies import KINDS, REDUCTIONS, Body, cut, kind_of
+from olq_fx.kernels.fused_quantize import Body, body_of, fused_quantize
+from olq_fx.passes.body_stages import KINDS, REDUCTIONS, kind_of
 from olq_fx.passes.fuse_quantize import FuseQuantize
 from olq_fx.testing import assert_same_bits
 
@@ -113,11 +113,12 @@ def test_no_bit_moves(steps: list[Any], dtype: str, begins: str, format: str):
 
 def _check_stages(call: Any) -> None:
     """The stages that a template inlines compute what the body does, element by element."""
-    module = body_of(call.args[0])
+    body = body_of(call.args[0])
+    module: Any = body.function
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [random(*node.meta["val"].shape, dtype=node.meta["val"].dtype, seed=9) for node in placeholders]
     expected = module(*values)
-    for found, wanted in zip(_staged(cut(module), module, values), expected, strict=True):
+    for found, wanted in zip(_staged(body, module, values), expected, strict=True):
         assert_same_bits(torch.broadcast_to(found, wanted.shape).to(wanted.dtype), wanted)
 
 
@@ -127,7 +128,7 @@ def _staged(body: Body, module: Any, values: list[Tensor]) -> list[Tensor]:
     tensors = [value for node, value in zip(placeholders, values, strict=True) if kind_of(node) != "product"]
     rows = torch.arange(ROWS)[:, None]
     known: dict[str, Any] = {"m": rows, "n": torch.arange(N)[None, :]}
-    known |= {f"m_{count}": rows // count for count in body.repeats}
+    known |= {name: rows // int(name[2:]) for name in body.inputs if name.startswith("m_")}
     known |= {f"y{i}": value.float() for i, value in enumerate(products)}
     known |= {f"t{i}": value for i, value in enumerate(tensors)}
     results = []

@@ -12,13 +12,16 @@ The names of a body's inputs say what they are:
     scalar_0    one number
 """
 
-import dataclasses
+import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+
+from olq_fx.kernels.fused_quantize import Body, Stage
 
 KINDS = ("product", "full", "column", "row", "scalar")
 
@@ -35,44 +38,25 @@ REDUCTIONS = {
 """Reductions over columns, with the names that the template of rows gives them."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stage:
-    """Something that is computed of every element.
-
-    Attributes:
-        graph: on scalars, with one result: see `Body.inputs` for what it takes.
-        reduction: of `REDUCTIONS`, which is taken of it along its row; "" for what is quantized or kept.
-        dtype: that the reduction has; of others float32.
-    """
-
-    graph: GraphModule
-    reduction: str
-    dtype: torch.dtype
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Body:
-    """A body as stages: its reductions in order, then what is quantized, then what is kept.
-
-    Attributes:
-        stages: each takes the same inputs.
-        inputs: their names: `y0` (a product), `m` and `n` (row and column), `m_8` (the row divided by 8), `r0` (what
-            a stage was reduced to), `r0_mean` (its mean, where its variance is r0), `t0` (a tensor of the body).
-        repeats: by how much the row of a tensor is divided.
-    """
-
-    stages: tuple[Stage, ...]
-    inputs: tuple[str, ...]
-    repeats: tuple[int, ...]
-
-
 def kind_of(placeholder: Node) -> str:
     """What an input of a body is, of `KINDS`."""
     return str(placeholder.target).rpartition("_")[0]
 
 
+def name_of(body: GraphModule) -> str:
+    """A name for what a body computes, whatever the number of its rows."""
+    lines = [str((node.name, node.op, node.target, node.args, node.kwargs, _kinds(node))) for node in body.graph.nodes]
+    return f"body_{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:24]}"
+
+
+def _kinds(node: Node) -> list[str]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [f"{each.dtype}{tuple(each.shape[1:])}" for each in values if isinstance(each, Tensor)]
+
+
 def cut(body: GraphModule) -> Body:
-    """The stages of a body."""
+    """A body with its stages."""
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
     reductions = [node for node in body.graph.nodes if node.target in REDUCTIONS]
     repeats = tuple(sorted({node.args[1] for node in body.graph.nodes if node.target is _REPEAT}))
@@ -86,7 +70,21 @@ def cut(body: GraphModule) -> Body:
         for node in reductions
     ]
     stages += [Stage(_scalar(body, result, inputs, names), "", torch.float32) for result in results]
-    return Body(tuple(stages), inputs, repeats)
+    whole, *kept = (result.meta["val"] for result in results)  # type: ignore[union-attr]
+    return Body(
+        body, tuple(stages), inputs, int(whole.shape[1]), tuple(value.dtype for value in kept), _tall(placeholders)
+    )
+
+
+def _tall(placeholders: Sequence[Node]) -> int:
+    """The number of a tensor that has a row for each of the matrix."""
+    tensors = [node for node in placeholders if kind_of(node) != "product"]
+    if len(tensors) < len(placeholders):
+        return -1
+    for i, node in enumerate(tensors):
+        if kind_of(node) in ("full", "row") and all(user.target is not _REPEAT for user in node.users):
+            return i
+    raise AssertionError("a body of rows reads them from somewhere")
 
 
 def dtype_of(node: Node) -> torch.dtype:
@@ -162,5 +160,6 @@ def _copied(graph: Graph, node: Node, copies: Mapping[Node, Any]) -> Any:
         return copies[each]
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
+    assert callable(node.target)
     found = graph.call_function(node.target, args, kwargs)
     return graph.call_function(_CAST, (found, dtype_of(node))) if narrow else found
