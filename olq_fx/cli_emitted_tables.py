@@ -107,6 +107,9 @@ def rows_of(lane: Lane, codes: Codes) -> list[Row]:
     ]
 
 
+OPERATORS = "operators run kernels of libraries, those of olq_fx the ones that `olq-fx kernels --code` lists"
+SPILLS = "spills are accesses to local memory: for want of registers, and in sines and cosines"
+
 SUMMARY: Mapping[str, tuple[str, Callable[[Lane], int]]] = {
     "calls": ("calls of kernels and operators", lambda lane: lane.count()),
     "templates": ("kernels of templates", lambda lane: lane.count(lambda call: call.kind == "template")),
@@ -139,7 +142,9 @@ def answer(lanes: Sequence[Lane], codes: Codes, architecture: Architecture, note
     kernels = table_of(_COLUMNS, [row.cells() for found in rows.values() for row in found])
     lines = [kernels, _summary(lanes), *_reasons(lanes)]
     lines.append(f"what Inductor emits for {gpu}, not measured; {'; '.join(notes)}")
-    lines.append(f"{BASIS}. Operators run kernels of libraries, olq_fx ones those that `olq-fx kernels --code` lists")
+    lines.append(f"{BASIS}; {OPERATORS}")
+    if codes:
+        lines.append(SPILLS)
     return Answer(data, "\n".join([*lines, *failed]), FAILED if failed else DONE)
 
 

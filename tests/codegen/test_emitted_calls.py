@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import fused_models
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from olq_fx.schemes import SCHEMES
 from olq_fx.testing_emitted import EmittedCode, Emitter, emitted
 from olq_fx.testing_emitted_calls import EmittedCall, calls_made
 from olq_fx.testing_machine_code import Compiler
@@ -103,3 +105,24 @@ def test_attention_is_the_operator_that_a_gpu_has(emitter: Emitter, name: str, o
 def test_what_is_no_single_graph_is_refused(emitter: Emitter):
     with pytest.raises(Exception, match="graph_break"):
         emitter.call(look, "broken", "cpu")
+
+
+def look_at_block(scheme: str | None) -> tuple[EmittedCode, tuple[EmittedCall, ...]]:
+    module, inputs = fused_models.build("llama")
+    code = emitted(module, inputs, scheme, 90)
+    return code, calls_made(code)
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=() if name == "mxfp4" else pytest.mark.slow) for name in SCHEMES]
+)
+def test_every_call_of_a_block_is_seen(emitter: Emitter, scheme: str):
+    code, calls = emitter.call(look_at_block, scheme)
+    _, plain = emitter.call(look_at_block, None)
+    assert [call.name for call in calls if call.kind != "operator"] == list(code.launches)
+    assert [call.name for call in calls if call.kind == "operator"] == list(code.external)
+    templates = {kernel.name for kernel in code.kernels if kernel.is_template}
+    assert {call.name for call in calls if call.kind == "template"} == templates
+    assert all(call.operators for call in calls if call.kind != "operator")
+    assert sum(call.moved for call in calls) < sum(call.moved for call in plain)
+    assert sum(call.only_quantizes for call in calls) == bool(SCHEMES[scheme].linear.activation)
