@@ -18,8 +18,9 @@ from torch import Tensor
 
 from olq_fx import numerics
 from olq_fx.formats import FORMATS, Format, block_formats, get_format
+from olq_fx.kernels.support import chain_refusal
 from olq_fx.kernels.triton_calls import Call
-from olq_fx.kernels.triton_linear_chain import Chain, chain_call, refusal
+from olq_fx.kernels.triton_linear_chain import Chain, chain_call
 from olq_fx.kernels.triton_product import operand_of, product_calls
 from olq_fx.kernels.triton_quantize import dequantize_calls, quantize_calls
 from olq_fx.schemes import SCHEMES, Slot
@@ -112,7 +113,7 @@ def chain_entries(capability: int) -> list[Entry]:
     """The first half of a gated MLP of every scheme whose activations a tile can quantize."""
     found: list[Entry] = []
     for slot in dict.fromkeys(scheme.linear for scheme in SCHEMES.values()):
-        if slot.activation is None or refusal(format := get_format(slot.activation)):
+        if slot.activation is None or chain_refusal(format := get_format(slot.activation)):
             continue
         for m in (16, _ROWS):
             a, b = _operands(slot, m, 2 * _COLUMNS, torch.bfloat16)

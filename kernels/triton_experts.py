@@ -13,9 +13,10 @@ from torch import Tensor
 from olq_fx import numerics
 from olq_fx.formats import get_format
 from olq_fx.kernels import experts, triton_grouped
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Gated, Layer, Segments, Stack, check_layer
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
-from olq_fx.kernels.triton_product import Blocking, Instruction, Operand, instruction_of, operand_of
+from olq_fx.kernels.triton_product import Instruction, Operand, instruction_of, operand_of
 from olq_fx.kernels.triton_quantize import Tile, by_row, coarse_columns, constants_of, quantize_calls, tile_of
 from olq_fx.kernels.triton_sorting import combine_calls, route_calls, table_calls
 

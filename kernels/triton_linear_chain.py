@@ -16,11 +16,12 @@ from olq_fx import numerics
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels import reference, triton_chain
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.producers import Activation, ActivationKind, activate
+from olq_fx.kernels.support import chain_refusal
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.triton_product import (
     TENSOR_MEMORY,
-    Blocking,
     Instruction,
     Operand,
     blocking_of,
@@ -48,14 +49,6 @@ class Chain:
 
     kind: ActivationKind | Literal[""] = ""
     gated: Literal["", "paired", "interleaved"] = ""
-
-
-def refusal(format: Format) -> str:
-    """Why results cannot be quantized to `format` in the kernel that computes them; "" if they can."""
-    rows, columns = format.group
-    if rows != 1 or columns is None or format.coarse is not None:
-        return f"{format.name} has a statistic of more than a piece of a row, which no tile of a product holds"
-    return ""
 
 
 def linear_chain_quantize(
@@ -153,9 +146,7 @@ def chain_call(
     blocking: Blocking | None = None,
 ) -> Call:
     """The kernel that fills `parts` and `values`; the arguments are those of `linear_chain_quantize`."""
-    reason = refusal(format)
-    if not reason and chain.gated and residual is not None:
-        reason = "a residual has no place before the activation of a gated product"
+    reason = chain_refusal(format, bool(chain.gated), residual is not None, b.codes.shape[0])
     if reason:
         raise UnsupportedError(f"no kernel fuses this chain: {reason}")
     m, n = a.codes.shape[0], b.codes.shape[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference, triton_matmul
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -120,28 +121,6 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
             return Instruction("fp16", 1, by_block)
         return Instruction("bf16", _PARTS[a.codes.dtype], by_block)
     return Instruction("bf16", 1, by_block)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Blocking:
-    """How a product is cut into programs.
-
-    Attributes:
-        block_m, block_n, block_k: the tile of one program, and how much of K it takes at a time.
-        swap: whether the weight is on the side of the matrix instruction that is 64 high.
-        split_k: how many programs share the sum over K of one tile.
-        group: tiles down before one to the right.
-        num_warps, num_stages: of a program.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swap: bool = False
-    split_k: int = 1
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
 
 
 def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int) -> Blocking:
