@@ -31,6 +31,7 @@ from olq_fx.kernels.triton_product import (
     strides_of,
     tensors_of,
 )
+from olq_fx.kernels.tuned_tables import tuned
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FLOAT8 = 89
@@ -84,7 +85,7 @@ def linear_chain_quantize(
         residual: (M, N) or None; not where the chain is gated.
         keep: whether the values are wanted too.
         capability: of the GPU, 90 for sm_90.
-        blocking: in place of the analytic choice; without swap and split.
+        blocking: in place of the tuned or the analytic choice; without swap and split.
 
     Returns:
         The parts of the result, and its values or None.
@@ -101,6 +102,12 @@ def linear_chain_quantize(
     parts = [torch.empty(spec.shape, dtype=spec.dtype, device=x[0].device) for spec in specs]
     values = torch.empty((m, width), dtype=dtype, device=x[0].device) if keep else None
     operands = operand_of(x, activation_format), operand_of(weight, weight_format)
+    blocking = blocking or tuned(
+        *("chain", x[0], activation_format, weight_format, dtype, (m, n, k), capability),
+        chain=chain.kind,
+        gated=chain.gated,
+        output=output_format,
+    )
     call = chain_call(
         *operands, k, dtype, chain, parts, found, rule, bias, residual, values, capability=capability, blocking=blocking
     )

@@ -15,6 +15,7 @@ from olq_fx.formats import get_format
 from olq_fx.kernels import reference, triton_matmul
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
+from olq_fx.kernels.tuned_tables import tuned
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many bfloat16 numbers make one of a wider dtype."""
@@ -205,12 +206,19 @@ def product_calls(
     """The kernels that fill `out` (M, N); the other arguments are those of `quantized_linear`.
 
     Args:
-        blocking: in place of the analytic choice. Its `block_k` must divide the groups of scales along K.
+        blocking: in place of the tuned or the analytic choice. Its `block_k` must divide the groups of scales along K.
     """
     a, b = operand_of(x, activation_format), operand_of(weight, weight_format)
     m, n = out.shape
     instruction = instruction_of(a, b, k, capability, fast_accum)
-    chosen = blocking or blocking_of(m, n, k, a, b, instruction, capability)
+    chosen = (
+        blocking
+        or tuned(
+            *("product", x[0], activation_format, weight_format, out.dtype, (m, n, k), capability),
+            fast_accum=fast_accum,
+        )
+        or blocking_of(m, n, k, a, b, instruction, capability)
+    )
     bias, residual = (None if added is None else added.contiguous() for added in (bias, residual))
     partials = None
     if chosen.split_k > 1:

@@ -13,6 +13,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -105,6 +106,7 @@ class PythonProcess:
                 env=os.environ | {"PYTHONPATH": path} | self._environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that what it has started ends with it, an assembler that hangs too
             )
         self._connection = ours
         if self._setup is not None:
@@ -146,7 +148,8 @@ class PythonProcess:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.kill()
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._process = self._connection = None
 
