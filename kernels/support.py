@@ -183,7 +183,7 @@ def producer(
     device_type: str = _DEVICE,
     capability: int | None = None,
 ) -> Support:
-    """A norm or an activation whose values, of `dtype`, are quantized to `output_format`; "" for their own precision."""
+    """A norm or an activation whose values, of `dtype`, are quantized to `output_format`; "" for as they are."""
     found = get_format(output_format) if output_format else None
     return _first(
         "" if found is None or found.activation else f"{found.name} is no activation format",
@@ -224,9 +224,7 @@ def _computes(dtype: torch.dtype | None) -> str:
 
 
 def _narrow_sums(formats: list[Format], both: bool) -> str:
-    rowwise = all(
-        found.element == "e4m3" and found.scale == "float32" and found.group[1] is None for found in formats
-    )
+    rowwise = all(found.element == "e4m3" and found.scale == "float32" and found.group[1] is None for found in formats)
     return "" if both and rowwise else "multiplies float8 by float8 with scales by tensor or by row only"
 
 

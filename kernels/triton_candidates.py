@@ -7,7 +7,7 @@ API:
     slow_or_wrong(work, blocking) -> str            why a blocking is no candidate; "" if it is
     estimate(work, blocking) -> float               seconds, by ceilings: for an order, not for a promise
 
-A candidate gives the right numbers (`tuned_tables.blocking_fault`), has the same matrix instruction as the first guess
+A candidate gives the right numbers (`tuned_problem.blocking_fault`), has the same matrix instruction as the first guess
 where that depends on the tile, wants no more shared memory than there is, and no more accumulators than stay in
 registers. Whether the compiler agrees is found by compiling: see `olq_fx.tuning`.
 """
@@ -24,8 +24,8 @@ from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_experts import grouped_blocking_of
 from olq_fx.kernels.triton_linear_chain import Chain, chain_blocking
 from olq_fx.kernels.triton_product import TENSOR_MEMORY, Instruction, Operand, blocking_of, instruction_of
-from olq_fx.kernels.tuned_problems import Operands, meta_operands
-from olq_fx.kernels.tuned_tables import Problem, blocking_fault, bucket
+from olq_fx.kernels.tuned_launches import Operands, meta_operands
+from olq_fx.kernels.tuned_problem import Problem, blocking_fault, bucket
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block of threads may have, by compute capability (CUDA programming guide)."""
@@ -103,11 +103,10 @@ def _changed(first: Blocking, other: Blocking) -> int:
 
 def _around(work: Work, first: Blocking) -> Iterator[Blocking]:
     """Everything that differs from the first guess in some of its fields; most of it is no candidate."""
-    rows = _rows(work)
     whole = work.problem.family == "product"
     splits = (1, 2, 3, 4, 6, 8, 12, 16) if whole else (1,)
     swaps = (False,) if work.problem.family == "chain" else (first.swap, not first.swap)
-    tiles_m = [size for size in (16, 32, 64, 128, 256) if size <= max(16, bucket(rows))]
+    tiles_m = [size for size in (16, 32, 64, 128, 256) if size <= _tallest(work)]
     warps_of = (4,) if first.num_warps < 4 else (4, 8)
     for block_m, block_n, block_k, swap, split_k, num_warps, num_stages, group in itertools.product(
         tiles_m, (32, 64, 128, 256), (32, 64, 128), swaps, splits, warps_of, (2, 3, 4), {first.group, 1}
@@ -143,12 +142,16 @@ def _instruction_fault(work: Work, blocking: Blocking) -> str:
         return f"the {dot} instruction takes 32 columns at a time"
     if dot == "scaled" and blocking.block_k < 64:
         return "block-scaled instructions want K-blocks of 64"
-    if capability in _MMA_SYNC:
-        return ""
-    # wgmma and tcgen05 are 64 high; a lower tile falls back to mma.sync, of which none has float8 there.
-    if high < (128 if dot == "scaled" and capability in TENSOR_MEMORY else 64):
-        return f"the side of the matrix instruction that is 64 high has {high}"
+    if high < _least_high(work):
+        return f"the high side of the matrix instruction has {high}, not {_least_high(work)}"
     return "" if wide >= 16 else f"the matrix instruction is 16 wide at least, not {wide}"
+
+
+def _least_high(work: Work) -> int:
+    """Rows of the matrix instruction: a lower tile falls back to a slower one."""
+    if work.capability in _MMA_SYNC:
+        return 16
+    return 128 if work.instruction.dot == "scaled" and work.capability in TENSOR_MEMORY else 64
 
 
 def _size_fault(work: Work, blocking: Blocking) -> str:
@@ -188,7 +191,7 @@ def _width(side: Operand, instruction: Instruction) -> float:
 def _waste(work: Work, blocking: Blocking) -> str:
     """Whether part of the programs would have nothing to do."""
     problem, rows = work.problem, _rows(work)
-    if blocking.block_m > max(16, bucket(rows)):
+    if blocking.block_m > _tallest(work):
         return f"tiles of {blocking.block_m} for {rows} rows"
     if blocking.block_n > max(32, 2 * _columns(problem)):
         return f"tiles of {blocking.block_n} for {_columns(problem)} columns"
@@ -206,6 +209,11 @@ def _waste(work: Work, blocking: Blocking) -> str:
 def _rows(work: Work) -> int:
     """Rows that a tile may have: of a grouped product, those of one expert on average."""
     return max(1, -(-work.problem.m // max(1, work.problem.experts)))
+
+
+def _tallest(work: Work) -> int:
+    """Rows of a tile that are of use; a chain, which is not swapped, has none of fewer than the instruction."""
+    return max(_least_high(work) if work.problem.family == "chain" else 16, bucket(_rows(work)))
 
 
 def _columns(problem: Problem) -> int:

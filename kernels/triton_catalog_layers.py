@@ -42,9 +42,7 @@ def _producers(format: Format | None, native: bool) -> Iterator[tuple[str, list[
     """One of each kernel: rows that fit into registers, and longer ones."""
     long, x = 2 * LONGEST_ROW, meta(_ROWS, LONGEST_ROW)
     vector = meta(LONGEST_ROW)
-    norm = normalize_calls(
-        Norm(), x, _target(format, LONGEST_ROW, native), vector, None, x, x, torch.bfloat16
-    )
+    norm = normalize_calls(Norm(), x, _target(format, LONGEST_ROW, native), vector, None, x, x, torch.bfloat16)
     yield "RMSNorm of a residual stream", norm
     vector = meta(long)
     layer = normalize_calls(
@@ -65,7 +63,7 @@ def _target(format: Format | None, k: int, native: bool) -> Target:
 
 
 def grouped_entries(capability: int) -> list[Entry]:
-    """Both products of a layer of experts of every scheme, with few and with many rows an expert, and what is between."""
+    """Both products of a layer of experts of every scheme, with few and many rows an expert, and what is between."""
     found: list[Entry] = []
     for slot in dict.fromkeys(scheme.moe for scheme in SCHEMES.values()):
         names = [name for name in (slot.activation, slot.weight) if name]
@@ -86,13 +84,16 @@ def grouped_entries(capability: int) -> list[Entry]:
 def _products(slot: Slot, tokens: int, capability: int) -> Iterator[tuple[str, Call]]:
     m = tokens * _TOP_K
     format = get_format(slot.activation) if slot.activation else None
-    how = {"tail": False, "capability": capability}
     shapes = {"first": (tokens, 2 * _INNER, _HIDDEN), "second": (m, _HIDDEN, _INNER)}
     for order, (rows, n, k) in shapes.items():
         x = meta_parts(format, rows, k) if format else [meta(rows, k)]
         given = (x, slot.activation or "", _stack(slot.weight, n, k), k, meta(m, n), _segments(m))
-        moved = {"gather": True} if order == "first" else {"scatter": True}
-        yield f"{order} product of experts", grouped_calls(*given, **moved, **how)[-1]  # type: ignore[arg-type]
+        yield (
+            f"{order} product of experts",
+            grouped_calls(
+                *given, gather=order == "first", scatter=order == "second", tail=False, capability=capability
+            )[-1],
+        )
 
 
 def routing_entries(capability: int) -> list[Entry]:

@@ -112,8 +112,8 @@ def grouped_calls(
 
     Args:
         tail: whether rows that belong to nobody become 0; else they are not written.
-        blocking: in place of the tuned or the analytic choice, with `split_k` 1. Its `block_k` must divide the groups of scales
-            along K.
+        blocking: in place of the tuned or the analytic choice, with `split_k` 1. Its `block_k` must divide groups of
+            scales along K.
     """
     a, b = operand_of(x, activation_format), _expert_operand(stack)
     m, n = out.shape

@@ -21,6 +21,7 @@ NAME = "triton"
 FAST_ACCUM = "triton_fast_accum"
 """The same, where sums of float8 products may stay in the narrow accumulators of sm_89 and sm_90."""
 
+
 def quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
     """`reference.quantize` of a GPU's tensor (M, K)."""
     capability = capability_of(x.device)

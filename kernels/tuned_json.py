@@ -21,7 +21,8 @@ from typing import Any, cast
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, shown
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.kernel_sources import FAMILIES, Family
-from olq_fx.kernels.tuned_tables import Choice, Problem, TunedTable
+from olq_fx.kernels.tuned_problem import Problem
+from olq_fx.kernels.tuned_tables import Choice, TunedTable
 
 FORMAT = "olq_fx tuned blockings"
 VERSION = 1
@@ -168,9 +169,7 @@ def _types(kind: Any) -> dict[str, Any]:
     return {field.name: known[field.type] for field in dataclasses.fields(kind)}
 
 
-def _fields(
-    values: Mapping[str, Any], types: Mapping[str, Any], where: str, optional: Iterable[str] = ()
-) -> None:
+def _fields(values: Mapping[str, Any], types: Mapping[str, Any], where: str, optional: Iterable[str] = ()) -> None:
     """Hold an object to its keys and to the types of their values."""
     unknown = sorted(set(values) - set(types))
     missing = sorted(set(types) - set(values) - set(optional))

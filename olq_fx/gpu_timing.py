@@ -59,7 +59,7 @@ class CudaTimer:
     def prepare(self, entry: Entry) -> Callable[[], float]:
         """Capture the calls on all copies, and replay them once."""
         runs = [entry.make(number) for number in range(self.copies(entry))]
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # the first call compiles, or chooses an algorithm
@@ -74,7 +74,7 @@ class CudaTimer:
         torch.cuda.synchronize()
 
         def seconds() -> float:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             graph.replay()
             stop.record()

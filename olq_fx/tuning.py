@@ -23,7 +23,8 @@ from olq_fx.errors import ConfigurationError
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.support import capability_of
 from olq_fx.kernels.triton_candidates import SHARED_MEMORY, Work, candidates_of, estimate, first_guess
-from olq_fx.kernels.tuned_tables import Choice, Problem, TunedTable
+from olq_fx.kernels.tuned_problem import Problem
+from olq_fx.kernels.tuned_tables import Choice, TunedTable
 from olq_fx.progress import Bar
 from olq_fx.testing_kernel_table import CodeRow
 from olq_fx.tuning_compile import JOBS, Candidate, Compiled, compile_all
@@ -141,9 +142,7 @@ def tune(
     return Tuning(capability, device if watch is not None else "", tuple(results))
 
 
-def _result(
-    work: Work, compiled: Sequence[Compiled], watch: Measures | None, done: Callable[[], object]
-) -> Result:
+def _result(work: Work, compiled: Sequence[Compiled], watch: Measures | None, done: Callable[[], object]) -> Result:
     first, tried = first_guess(work), []
     # Whose results are the right ones: those of the first guess, or of whatever comes first in its place.
     against: Blocking | None = None

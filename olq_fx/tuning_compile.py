@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_candidates import Work
 from olq_fx.kernels.triton_entries import Entry, instruction_pattern
-from olq_fx.kernels.tuned_problems import launches
+from olq_fx.kernels.tuned_launches import launches
 from olq_fx.testing_kernel_table import CodeRow, code_row, faults
 from olq_fx.testing_machine_code import Compiler
 from olq_fx.testing_process import ProcessDied

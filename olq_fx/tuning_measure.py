@@ -20,8 +20,8 @@ from olq_fx.formats import get_format
 from olq_fx.gpu_timing import CudaTimer, Entry, Run
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.support import FLOAT8, capability_of
-from olq_fx.kernels.tuned_problems import Operands, launches, random_operands
-from olq_fx.kernels.tuned_tables import Problem
+from olq_fx.kernels.tuned_launches import Operands, launches, random_operands
+from olq_fx.kernels.tuned_problem import Problem
 from olq_fx.testing_process import PythonProcess
 
 if TYPE_CHECKING:

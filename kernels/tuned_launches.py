@@ -1,4 +1,4 @@
-"""A problem of a tuned table as operands and launches: without values, to be compiled, or with random ones, to be timed.
+"""A problem of a tuned table as operands and launches: without values to compile, with random ones to time.
 
 API:
     meta_operands(problem) -> Operands              without values
@@ -21,7 +21,7 @@ from olq_fx.kernels.triton_calls import Call
 from olq_fx.kernels.triton_experts import grouped_calls
 from olq_fx.kernels.triton_linear_chain import Chain, chain_call
 from olq_fx.kernels.triton_product import Operand, operand_of, product_calls
-from olq_fx.kernels.tuned_tables import DTYPES, Problem
+from olq_fx.kernels.tuned_problem import DTYPES, Problem
 
 Quantize = Callable[[Tensor, str], list[Tensor]]
 
@@ -100,8 +100,8 @@ def launches(problem: Problem, operands: Operands, capability: int, blocking: Bl
     """The kernels that fill `operands.outputs`, cut as `blocking` says."""
     how: dict[str, Any] = {"capability": capability, "blocking": blocking}
     if problem.family == "product":
-        given = (operands.x, problem.activation, operands.weight, problem.weight, problem.k, operands.outputs[0])
-        return product_calls(*given, **how, fast_accum=problem.fast_accum)
+        plain = (operands.x, problem.activation, operands.weight, problem.weight, problem.k, operands.outputs[0])
+        return product_calls(*plain, **how, fast_accum=problem.fast_accum)
     if problem.family == "grouped":
         assert operands.segments is not None
         stack = Stack(operands.weight, problem.weight)
