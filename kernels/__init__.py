@@ -25,8 +25,8 @@
   around products, `triton_entries` is what both are made of.
 - `support`: which calls the Triton kernels take, one function a family; `registry` and `triton_ops` ask it.
 - `blocking`: how a product is cut into programs; `tuned_problem`: for what, and which blockings give right numbers.
-- `tuned_tables`: tables of tuned blockings, and which are in use; `tuned_json` reads and writes them, `tuned/` holds those
-  that ship; `kernel_sources` says with which kernels a table was made.
+- `tuned_tables`: tables of tuned blockings, and which are in use; `tuned_json` reads and writes them, `tuned/` holds
+  those that ship; `kernel_sources` says with which kernels a table was made.
 - `triton_candidates`: the blockings that are worth a try; `tuned_launches` makes operands and launches of a problem.
 - `registry`: which of them runs a layer, with the reason.
 """

@@ -18,7 +18,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from olq_fx import cost_model, numerics
+from olq_fx import numerics
+from olq_fx.cost_model import MULTIPROCESSORS, SHARED_MEMORY, architecture
 from olq_fx.formats import get_format
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_experts import grouped_blocking_of
@@ -27,10 +28,6 @@ from olq_fx.kernels.triton_product import TENSOR_MEMORY, Instruction, Operand, b
 from olq_fx.kernels.tuned_launches import Operands, meta_operands
 from olq_fx.kernels.tuned_problem import Problem, blocking_fault, bucket
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes of shared memory that one block of threads may have, by compute capability (CUDA programming guide)."""
-
-_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 _MMA_SYNC = (80, 86, 89, 120)
 _ACCUMULATORS = 128
 """Of a thread, beside which operands and addresses have registers: more have spilled wherever they were compiled."""
@@ -136,7 +133,7 @@ def slow_or_wrong(work: Work, blocking: Blocking) -> str:
 
 def _instruction_fault(work: Work, blocking: Blocking) -> str:
     """Whether the tile is too small for the matrix instruction of the first guess."""
-    dot, capability = work.instruction.dot, work.capability
+    dot = work.instruction.dot
     high, wide = (blocking.block_n, blocking.block_m) if blocking.swap else (blocking.block_m, blocking.block_n)
     if blocking.block_k < (32 if dot in ("fp8", "int8", "scaled") else 16):
         return f"the {dot} instruction takes 32 columns at a time"
@@ -199,9 +196,9 @@ def _waste(work: Work, blocking: Blocking) -> str:
     if blocking.split_k > 1 and (blocking.split_k - 1) * -(-steps // blocking.split_k) >= steps:
         return f"{steps} K-blocks for {blocking.split_k} programs"
     tiles = _tiles(work, blocking)
-    if blocking.split_k > 1 and tiles * blocking.split_k > 4 * _MULTIPROCESSORS[work.capability]:
+    if blocking.split_k > 1 and tiles * blocking.split_k > 4 * MULTIPROCESSORS[work.capability]:
         return "enough programs without splitting the sum over K further"
-    if blocking.group > 1 and tiles <= _MULTIPROCESSORS[work.capability]:
+    if blocking.group > 1 and tiles <= MULTIPROCESSORS[work.capability]:
         return "" if blocking.group == 8 else "an order of tiles that are all computed at once"
     return ""
 
@@ -227,9 +224,9 @@ def _tiles(work: Work, blocking: Blocking) -> int:
 
 def estimate(work: Work, blocking: Blocking) -> float:
     """Seconds of a call by the ceilings of the GPU: of its memory, of its instruction, of one multiprocessor."""
-    problem, architecture = work.problem, cost_model.ARCHITECTURES[f"sm_{work.capability}"]
-    processors = _MULTIPROCESSORS[work.capability]
-    rate = architecture.rates[_DOTS.get(work.instruction.dot, work.instruction.dot)] / processors  # type: ignore[index]
+    problem, gpu = work.problem, architecture(f"sm_{work.capability}")
+    processors = MULTIPROCESSORS[work.capability]
+    rate = gpu.rates[_DOTS.get(work.instruction.dot, work.instruction.dot)] / processors  # type: ignore[index]
     staged = shared_memory(work, blocking)
     at_once = max(1, min(SHARED_MEMORY[work.capability] // staged, 2))
     waves = -(-_tiles(work, blocking) * blocking.split_k // (processors * at_once))
@@ -239,13 +236,13 @@ def estimate(work: Work, blocking: Blocking) -> float:
     # Tiles come through the L2 cache, with about three times the bandwidth of the memory, and no faster than what is
     # on its way meanwhile: all stages but the one in use.
     on_its_way = at_once * staged * (blocking.num_stages - 1) / blocking.num_stages
-    bandwidth = min(3 * architecture.bandwidth / processors, on_its_way / _LATENCY)
+    bandwidth = min(3 * gpu.bandwidth / processors, on_its_way / _LATENCY)
     step = max(at_once * operations / rate, at_once * staged / blocking.num_stages / bandwidth)
     if work.instruction.promote:
         step *= 1.2 if blocking.num_warps > 4 or at_once > 1 else 1.4
     moved = _moved(problem) + (8 * problem.m * problem.n * blocking.split_k if blocking.split_k > 1 else 0)
     busy = waves * (steps * (step + _STEP) + _LATENCY)
-    return max(busy, moved / architecture.bandwidth) + (_LAUNCH if blocking.split_k > 1 else 0)
+    return max(busy, moved / gpu.bandwidth) + (_LAUNCH if blocking.split_k > 1 else 0)
 
 
 def _moved(problem: Problem) -> int:

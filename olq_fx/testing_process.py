@@ -76,6 +76,12 @@ class PythonProcess:
         with self._lock:
             self._stop()
 
+    def abort(self) -> None:
+        """End the process at once, also in the middle of a call of another thread, which raises `ProcessDied`."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, run there.
 
@@ -148,8 +154,7 @@ class PythonProcess:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self.abort()
             self._process.wait()
         self._process = self._connection = None
 

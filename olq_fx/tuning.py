@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from olq_fx.cost_model import MULTIPROCESSORS, of_capability
 from olq_fx.errors import ConfigurationError
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.support import capability_of
-from olq_fx.kernels.triton_candidates import SHARED_MEMORY, Work, candidates_of, estimate, first_guess
+from olq_fx.kernels.triton_candidates import Work, candidates_of, estimate, first_guess
 from olq_fx.kernels.tuned_problem import Problem
 from olq_fx.kernels.tuned_tables import Choice, TunedTable
 from olq_fx.progress import Bar
@@ -125,8 +126,8 @@ def tune(
     Raises:
         ConfigurationError: a problem has no meaning, or nothing is known of the GPU.
     """
-    if capability not in SHARED_MEMORY:
-        known = ", ".join(f"sm_{one}" for one in SHARED_MEMORY)
+    if of_capability(capability) is None:
+        known = ", ".join(f"sm_{one}" for one in MULTIPROCESSORS if of_capability(one))
         raise ConfigurationError(f"nothing is known of sm_{capability}; valid: {known}")
     bar = bar or Bar()
     works = [Work.of(problem, capability) for problem in dict.fromkeys(problems)]

@@ -90,9 +90,12 @@ def compile_all(
             running = [pool.submit(compiled, candidate) for candidate in candidates]
             try:
                 return [one.result() for one in running]
-            finally:
-                for one in running:  # an interruption leaves nothing to be compiled
+            except BaseException:  # an interruption waits for no compiler
+                for one in running:
                     one.cancel()
+                for compiler in compilers:
+                    compiler.abort()
+                raise
     finally:
         for compiler in compilers:
             compiler.close()

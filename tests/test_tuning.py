@@ -14,6 +14,7 @@ from olq_fx.kernels.triton_candidates import Work, candidates_of, first_guess
 from olq_fx.kernels.tuned_json import from_text, to_text
 from olq_fx.kernels.tuned_problem import Problem
 from olq_fx.progress import Bar
+from olq_fx.schemes import SCHEMES
 from olq_fx.testing import PythonProcess
 from olq_fx.tuning import MARGIN, tune
 from olq_fx.tuning_compile import Candidate, compile_all
@@ -221,7 +222,7 @@ class Counted(Bar):
         super().__init__()
         self.said: list[Any] = []
 
-    def start(self, what: str, total: int) -> None:
+    def start(self, what: str, total: int | None) -> None:
         self.said.append([what, total, 0])
 
     def advance(self) -> None:
@@ -232,6 +233,19 @@ def test_a_bar_goes_to_its_end():
     bar = Counted()
     tune([PROBLEM], 80, candidates=2, jobs=1, bar=bar, watch=Times(1e-6, 1e-6, 1e-6, 1e-6))
     assert bar.said == [["compile", 2, 2], ["time", 2, 2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_first_guess_and_others_stay_in_registers(scheme, capability):
+    """What ships is a candidate that can be used, and not the only one."""
+    slot = SCHEMES[scheme].linear
+    names: Any = {"activation": slot.activation or "", "weight": slot.weight, "dtype": "bfloat16"}
+    problems = [Problem(family="product", **names, m=m, n=4096, k=4096) for m in (1, 64, 4096)]
+    for result in tune(problems, capability, candidates=6).results:
+        assert result.tried[0].dropped == ""
+        assert sum(not one.dropped for one in result.tried) >= 2
 
 
 def test_an_unknown_gpu_is_refused():

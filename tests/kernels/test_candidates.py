@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from olq_fx import numerics
+from olq_fx.cost_model import SHARED_MEMORY
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.kernel_sources import FAMILIES
 from olq_fx.kernels.triton_calls import run
 from olq_fx.kernels.triton_candidates import (
-    SHARED_MEMORY,
     Work,
     candidates_of,
     estimate,

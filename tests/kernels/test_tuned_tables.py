@@ -34,6 +34,12 @@ TUNED = Blocking(32, 64, 32, num_stages=4)
 CHOICE = Choice(blocking=TUNED, first=FIRST, measured=True, seconds=1.5e-5, first_seconds=2e-5)
 
 
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch):
+    """Tables are of no GPU that may be here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def table(*problems, choice=CHOICE, capability=90, device=""):
     return TunedTable.of(dict.fromkeys(problems or (PRODUCT,), choice), capability, device)
 
@@ -241,6 +247,16 @@ def test_a_table_is_for_one_gpu(monkeypatch, capability, device, said):
     monkeypatch.setattr(tuned_tables, "_name_of", lambda _: device)
     with use_tuned(measured):
         assert blocking_for(PRODUCT, capability, CPU) == (None if said else TUNED)
+
+
+def test_what_is_for_another_gpu_than_the_one_here_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tuned_tables, "capability_of", lambda device: 90)
+    monkeypatch.setattr(tuned_tables, "_gpu_name", lambda index: "NVIDIA H200")
+    assert in_use(table(device="NVIDIA H200")) == ((), None, None)  # tensors of the CPU
+    with pytest.warns(olq_fx.OlqFxWarning, match="is for sm_100, not for sm_90"):
+        assert in_use(table(capability=100)) == (("a table is for sm_100, not for sm_90",), None, None)
 
 
 # In use
