@@ -28,6 +28,9 @@ from olq_fx.kernels.triton_product import TENSOR_MEMORY, Instruction, Operand, b
 from olq_fx.kernels.tuned_launches import Operands, meta_operands
 from olq_fx.kernels.tuned_problem import Problem, blocking_fault, bucket
 
+_GROUP = 8
+"""Of every first guess."""
+
 _MMA_SYNC = (80, 86, 89, 120)
 _ACCUMULATORS = 128
 """Of a thread, beside which operands and addresses have registers: more have spilled wherever they were compiled."""
@@ -99,26 +102,20 @@ def _changed(first: Blocking, other: Blocking) -> int:
 
 
 def _around(work: Work, first: Blocking) -> Iterator[Blocking]:
-    """Everything that differs from the first guess in some of its fields; most of it is no candidate."""
-    whole = work.problem.family == "product"
-    splits = (1, 2, 3, 4, 6, 8, 12, 16) if whole else (1,)
+    """What differs from the first guess in some of its fields; not all of it is a candidate."""
+    splits = (1, 2, 3, 4, 6, 8, 12, 16) if work.problem.family == "product" else (1,)
     swaps = (False,) if work.problem.family == "chain" else (first.swap, not first.swap)
     tiles_m = [size for size in (16, 32, 64, 128, 256) if size <= _tallest(work)]
     warps_of = (4,) if first.num_warps < 4 else (4, 8)
-    for block_m, block_n, block_k, swap, split_k, num_warps, num_stages, group in itertools.product(
-        tiles_m, (32, 64, 128, 256), (32, 64, 128), swaps, splits, warps_of, (2, 3, 4), {first.group, 1}
+    for block_m, block_n, block_k, swap, num_warps, num_stages in itertools.product(
+        tiles_m, (32, 64, 128, 256), (32, 64, 128), swaps, warps_of, (2, 3, 4)
     ):
-        yield dataclasses.replace(
-            first,
-            block_m=block_m,
-            block_n=block_n,
-            block_k=block_k,
-            swap=swap,
-            split_k=split_k,
-            group=group,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+        tile: dict[str, Any] = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "swap": swap}
+        whole = dataclasses.replace(first, **tile, split_k=1, group=_GROUP, num_warps=num_warps, num_stages=num_stages)
+        if slow_or_wrong(work, whole):
+            continue  # however the sum is split, and in whatever order the tiles come
+        for split_k, group in itertools.product(splits, (_GROUP, 1)):
+            yield dataclasses.replace(whole, split_k=split_k, group=group)
 
 
 def slow_or_wrong(work: Work, blocking: Blocking) -> str:
@@ -198,8 +195,8 @@ def _waste(work: Work, blocking: Blocking) -> str:
     tiles = _tiles(work, blocking)
     if blocking.split_k > 1 and tiles * blocking.split_k > 4 * MULTIPROCESSORS[work.capability]:
         return "enough programs without splitting the sum over K further"
-    if blocking.group > 1 and tiles <= MULTIPROCESSORS[work.capability]:
-        return "" if blocking.group == 8 else "an order of tiles that are all computed at once"
+    if blocking.group != _GROUP and tiles <= MULTIPROCESSORS[work.capability]:
+        return "another order of tiles that are all computed at once"
     return ""
 
 

@@ -29,7 +29,7 @@ CHAINS = ("", "silu", "gelu", "gelu_tanh", "relu_squared")
 GATED = ("", "paired", "interleaved")
 
 _LONGEST_K = 128
-"""Columns after which narrow accumulators must be promoted: see `spec` of the products in `numerics`."""
+"""Columns after which the narrow sums of float8 instructions are promoted, at the latest."""
 
 _LIMITS = {"num_warps": 32, "num_stages": 8, "split_k": 64, "group": 64, "block_m": 512, "block_n": 512}
 

@@ -60,6 +60,7 @@ class PythonProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._aborted = False
 
     def __enter__(self) -> "Self":
         """The process itself, which starts with the first call."""
@@ -77,7 +78,11 @@ class PythonProcess:
             self._stop()
 
     def abort(self) -> None:
-        """End the process at once, also in the middle of a call of another thread, which raises `ProcessDied`."""
+        """End the process for good, also in the middle of a call of another thread, which raises `ProcessDied`."""
+        self._aborted = True
+        self._kill()
+
+    def _kill(self) -> None:
         process = self._process
         if process is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -99,8 +104,11 @@ class PythonProcess:
         """
         message = _dumps((Reference.of(function), args, kwargs))
         with self._lock:
-            if self._connection is None:
+            if self._connection is None and not self._aborted:
                 self._start()
+            if self._aborted:  # asked after the start: a process that came too late for `abort` ends here
+                self._stop()
+                raise ProcessDied("the process was ended for good")
             return self._exchange(message)
 
     def _start(self) -> None:
@@ -154,7 +162,7 @@ class PythonProcess:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self.abort()
+            self._kill()
             self._process.wait()
         self._process = self._connection = None
 

@@ -70,6 +70,18 @@ def test_a_crash_a_hang_and_no_memory_cost_one_candidate_each():
     assert len(counted) == 5
 
 
+def test_an_interruption_waits_for_no_compiler():
+    """Or this test would: for a compiler that hangs."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    plain = dataclasses.replace(FIRST, split_k=1)
+    listed = [Candidate(WORK, one) for one in (plain, dataclasses.replace(plain, num_stages=4), plain)]
+    with pytest.raises(KeyboardInterrupt):
+        compile_all(listed, jobs=2, timeout=3000, setup=mean_compiler, done=interrupt)
+
+
 def starts_a_child() -> int:
     import subprocess
     import sys

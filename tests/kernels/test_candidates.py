@@ -1,13 +1,14 @@
 """Candidates of a problem: each gives the right product, has the right shape for its instruction, and differs."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from olq_fx import numerics
+from olq_fx import numerics, tuning_measure
 from olq_fx.cost_model import SHARED_MEMORY
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference
@@ -155,3 +156,47 @@ def test_the_order_follows_what_there_is_to_do(family):
     shared = set(candidates_of(small)) & set(candidates_of(large))
     assert shared
     assert all(estimate(small, one) < estimate(large, one) for one in shared)
+
+
+# Timing, but for the time: in the interpreter
+
+
+class Clock:
+    """Runs an entry once; every call takes a microsecond."""
+
+    def prepare(self, entry):
+        entry.make(0)()
+        entry.make(1)()
+        return lambda: 1e-6
+
+
+def timed(asked, blocking, against, wrong):
+    """`tuning_measure.time_candidate` without a GPU; `wrong` is a blocking that computes something else."""
+    from olq_fx import tuning_measure as measure
+
+    def launched(problem, operands, capability, cut):
+        calls = launches(problem, operands, capability, cut)
+        return calls[:-1] if cut == wrong else calls
+
+    fakes = {"_device": lambda: torch.device("cpu"), "capability_of": lambda device: 90, "CudaTimer": Clock}
+    with mock.patch.multiple(measure, **fakes, launches=launched):
+        measure._copy.cache_clear()
+        return measure.time_candidate(asked, blocking, against, 3), measure._copy.cache_info().currsize
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_timed_is_compared_with_the_first_guess(interpreter, family):
+    asked = problem("mxfp8", family, m=16, n=64, k=128)
+    first, *others = candidates_of(Work.of(asked, 90))
+    assert interpreter.call(timed, asked, first, None, None) == (1e-6, 2)
+    assert interpreter.call(timed, asked, others[0], first, None) == (1e-6, 2)
+    with pytest.raises(ArithmeticError, match="away from those of the first guess"):
+        interpreter.call(timed, asked, others[0], first, others[0])
+
+
+def test_a_copy_is_counted_by_all_that_a_call_uses():
+    whole = tuning_measure.touched(problem("fp8_per_channel", m=16, n=256, k=512))
+    assert whole == 4 * 16 * 256 + 16 * 512 + 4 * 16 + 256 * 512 + 4 * 256
+    assert tuning_measure.touched(problem("mxfp4", "grouped", m=16, n=256, k=512)) == (
+        4 * 16 * 256 + 16 * (256 + 16) + 3 * 256 * (256 + 16)
+    )
