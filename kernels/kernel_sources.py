@@ -16,10 +16,10 @@ from typing import Literal
 
 Family = Literal["product", "chain", "grouped"]
 
-FAMILIES: MappingProxyType[Family, str] = MappingProxyType(
-    {"product": "triton_matmul", "chain": "triton_chain", "grouped": "triton_grouped"}
+FAMILIES: MappingProxyType[Family, tuple[str, ...]] = MappingProxyType(
+    {"product": ("triton_matmul",), "chain": ("triton_chain",), "grouped": ("triton_grouped", "triton_routing")}
 )
-"""By name, the module with the kernel; what it imports belongs to it."""
+"""By name, the modules with the kernels that are launched; what those import belongs to them."""
 
 _FOLDER = Path(__file__).parent
 _IMPORT = re.compile(r"^from olq_fx\.kernels\.(\w+) import", re.MULTILINE)
@@ -28,15 +28,21 @@ _IMPORT = re.compile(r"^from olq_fx\.kernels\.(\w+) import", re.MULTILINE)
 @functools.cache
 def source_hash(family: Family) -> str:
     """16 digits that change with any change of the kernel of a family or of a device function that it may call."""
+    texts = sources(family)
+    whole = "\0".join(f"{module}\0{texts[module]}" for module in sorted(texts))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+def sources(family: Family) -> dict[str, str]:
+    """The text of every module that a kernel of the family is made of, by its name."""
     texts: dict[str, str] = {}
-    left = [FAMILIES[family]]
+    left = list(FAMILIES[family])
     while left:
         module = left.pop()
         if module not in texts:
             texts[module] = (_FOLDER / f"{module}.py").read_text(encoding="utf-8")
             left += _IMPORT.findall(texts[module])
-    whole = "\0".join(f"{module}\0{texts[module]}" for module in sorted(texts))
-    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+    return texts
 
 
 @functools.cache

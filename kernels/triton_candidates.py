@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from olq_fx import numerics
-from olq_fx.cost_model import MULTIPROCESSORS, SHARED_MEMORY, architecture
+from olq_fx.cost_model import SHARED_MEMORY, architecture
 from olq_fx.formats import get_format
-from olq_fx.kernels.blocking import Blocking
+from olq_fx.kernels.blocking import Blocking, multiprocessors
 from olq_fx.kernels.triton_experts import grouped_blocking_of
 from olq_fx.kernels.triton_linear_chain import Chain, chain_blocking
 from olq_fx.kernels.triton_product import TENSOR_MEMORY, Instruction, Operand, blocking_of, instruction_of
@@ -103,19 +103,36 @@ def _changed(first: Blocking, other: Blocking) -> int:
 
 def _around(work: Work, first: Blocking) -> Iterator[Blocking]:
     """What differs from the first guess in some of its fields; not all of it is a candidate."""
+    if first.form == "gemv":
+        yield from _of_one_row(first)
+        first = dataclasses.replace(first, form="tiles")
     splits = (1, 2, 3, 4, 6, 8, 12, 16) if work.problem.family == "product" else (1,)
     swaps = (False,) if work.problem.family == "chain" else (first.swap, not first.swap)
     tiles_m = [size for size in (16, 32, 64, 128, 256) if size <= _tallest(work)]
-    warps_of = (4,) if first.num_warps < 4 else (4, 8)
-    for block_m, block_n, block_k, swap, num_warps, num_stages in itertools.product(
-        tiles_m, (32, 64, 128, 256), (32, 64, 128), swaps, warps_of, (2, 3, 4)
+    warps_of = (4, 8)
+    forms = dict.fromkeys((first.form, "tiles"))
+    for form, block_m, block_n, block_k, swap, num_warps, num_stages in itertools.product(
+        forms, tiles_m, (32, 64, 128, 256), (32, 64, 128), swaps, warps_of, (2, 3, 4)
     ):
-        tile: dict[str, Any] = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "swap": swap}
+        tile: dict[str, Any] = {"form": form, "block_m": block_m, "block_n": block_n, "block_k": block_k, "swap": swap}
         whole = dataclasses.replace(first, **tile, split_k=1, group=_GROUP, num_warps=num_warps, num_stages=num_stages)
         if slow_or_wrong(work, whole):
             continue  # however the sum is split, and in whatever order the tiles come
         for split_k, group in itertools.product(splits, (_GROUP, 1)):
             yield dataclasses.replace(whole, split_k=split_k, group=group)
+
+
+def _of_one_row(first: Blocking) -> Iterator[Blocking]:
+    """Around a first guess without a matrix instruction: rows, warps and parts of K of a program."""
+    per_warp = first.block_k // first.num_warps
+    for block_n, warps, split_k in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16)):
+        changed: dict[str, Any] = {
+            "block_n": block_n,
+            "num_warps": warps,
+            "block_k": warps * per_warp,
+            "split_k": split_k,
+        }
+        yield dataclasses.replace(first, **changed)
 
 
 def slow_or_wrong(work: Work, blocking: Blocking) -> str:
@@ -130,6 +147,8 @@ def slow_or_wrong(work: Work, blocking: Blocking) -> str:
 
 def _instruction_fault(work: Work, blocking: Blocking) -> str:
     """Whether the tile is too small for the matrix instruction of the first guess."""
+    if blocking.form == "gemv":
+        return ""
     dot = work.instruction.dot
     high, wide = (blocking.block_n, blocking.block_m) if blocking.swap else (blocking.block_m, blocking.block_n)
     if blocking.block_k < (32 if dot in ("fp8", "int8", "scaled") else 16):
@@ -154,6 +173,9 @@ def _size_fault(work: Work, blocking: Blocking) -> str:
     if (wanted := shared_memory(work, blocking)) > limit:
         return f"about {wanted} bytes of shared memory, the limit being {limit}"
     threads = 32 * blocking.num_warps
+    if blocking.form == "gemv":
+        held = blocking.block_n * blocking.block_k // threads
+        return f"{held} numbers a thread, of which {_ACCUMULATORS} stay in registers" if held > _ACCUMULATORS else ""
     gates = 2 if work.problem.gated else 1
     sums = 2 if work.instruction.promote else 1
     most = _ACCUMULATORS
@@ -168,7 +190,9 @@ def _size_fault(work: Work, blocking: Blocking) -> str:
 
 
 def shared_memory(work: Work, blocking: Blocking) -> int:
-    """About how many bytes the operands of all stages take."""
+    """About how many bytes the operands of all stages take; at least one."""
+    if blocking.form == "gemv":
+        return 1  # codes go to registers at once
     gates = 2 if work.problem.gated else 1
     row = _width(work.operands.a, work.instruction) * blocking.block_k
     column = _width(work.operands.b, work.instruction) * blocking.block_k
@@ -193,9 +217,9 @@ def _waste(work: Work, blocking: Blocking) -> str:
     if blocking.split_k > 1 and (blocking.split_k - 1) * -(-steps // blocking.split_k) >= steps:
         return f"{steps} K-blocks for {blocking.split_k} programs"
     tiles = _tiles(work, blocking)
-    if blocking.split_k > 1 and tiles * blocking.split_k > 4 * MULTIPROCESSORS[work.capability]:
+    if blocking.split_k > 1 and tiles * blocking.split_k > 4 * multiprocessors(None, work.capability):
         return "enough programs without splitting the sum over K further"
-    if blocking.group != _GROUP and tiles <= MULTIPROCESSORS[work.capability]:
+    if blocking.group != _GROUP and tiles <= multiprocessors(None, work.capability):
         return "another order of tiles that are all computed at once"
     return ""
 
@@ -221,11 +245,15 @@ def _tiles(work: Work, blocking: Blocking) -> int:
 
 def estimate(work: Work, blocking: Blocking) -> float:
     """Seconds of a call by the ceilings of the GPU: of its memory, of its instruction, of one multiprocessor."""
+    if blocking.form == "gemv":
+        return _estimate_of_one_row(work, blocking)
     problem, gpu = work.problem, architecture(f"sm_{work.capability}")
-    processors = MULTIPROCESSORS[work.capability]
+    processors = multiprocessors(None, work.capability)
     rate = gpu.rates[_DOTS.get(work.instruction.dot, work.instruction.dot)] / processors  # type: ignore[index]
     staged = shared_memory(work, blocking)
     at_once = max(1, min(SHARED_MEMORY[work.capability] // staged, 2))
+    persistent = blocking.form == "persistent"
+    at_once = 1 if persistent else at_once
     waves = -(-_tiles(work, blocking) * blocking.split_k // (processors * at_once))
     gates = 2 if problem.gated else 1
     steps = -(-problem.k // (blocking.block_k * blocking.split_k))
@@ -238,8 +266,18 @@ def estimate(work: Work, blocking: Blocking) -> float:
     if work.instruction.promote:
         step *= 1.2 if blocking.num_warps > 4 or at_once > 1 else 1.4
     moved = _moved(problem) + (8 * problem.m * problem.n * blocking.split_k if blocking.split_k > 1 else 0)
-    busy = waves * (steps * (step + _STEP) + _LATENCY)
+    # A program that goes on to its next tile has the operands of it under way.
+    busy = waves * steps * (step + _STEP) + _LATENCY * (1 if persistent else waves)
     return max(busy, moved / gpu.bandwidth) + (_LAUNCH if blocking.split_k > 1 else 0)
+
+
+def _estimate_of_one_row(work: Work, blocking: Blocking) -> float:
+    """The time of the weight's bytes, longer where few of them are under way at once."""
+    programs = _tiles(work, blocking) * blocking.split_k
+    under_way = programs * blocking.block_n * blocking.block_k * _width(work.operands.b, work.instruction)
+    gpu = architecture(f"sm_{work.capability}")
+    bandwidth = min(gpu.bandwidth, under_way / _LATENCY)
+    return _moved(work.problem) / bandwidth + _LATENCY + (_LAUNCH if blocking.split_k > 1 else 0)
 
 
 def _moved(problem: Problem) -> int:

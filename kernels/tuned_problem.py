@@ -31,7 +31,8 @@ GATED = ("", "paired", "interleaved")
 _LONGEST_K = 128
 """Columns after which the narrow sums of float8 instructions are promoted, at the latest."""
 
-_LIMITS = {"num_warps": 32, "num_stages": 8, "split_k": 64, "group": 64, "block_m": 512, "block_n": 512}
+_FORMS = ("tiles", "persistent", "gemv")
+_LIMITS = {"num_warps": 32, "num_stages": 8, "split_k": 512, "group": 64, "block_k": 8192}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +114,36 @@ def problem_fault(problem: Problem) -> str:
 def blocking_fault(problem: Problem, blocking: Blocking) -> str:
     """Why a blocking would give wrong numbers, or none, for a problem; "" if it would not."""
     for field in dataclasses.fields(blocking):
-        value = getattr(blocking, field.name)
-        if isinstance(value, bool):
+        value, limit = getattr(blocking, field.name), _LIMITS.get(field.name, 512)
+        if isinstance(value, (bool, str)):
             continue
-        if not isinstance(value, int) or not 1 <= value <= _LIMITS.get(field.name, 512):
-            return f"{field.name} is a number from 1 to {_LIMITS.get(field.name, 512)}, not {shown(value)}"
+        if not isinstance(value, int) or not 1 <= value <= limit:
+            return f"{field.name} is a number from 1 to {limit}, not {shown(value)}"
         if (field.name.startswith("block_") or field.name == "num_warps") and value & (value - 1):
             return f"{field.name} is a power of two, not {value}"
+    return _form_fault(problem, blocking) or _tile_fault(problem, blocking)
+
+
+def _form_fault(problem: Problem, blocking: Blocking) -> str:
+    """Why a problem cannot be computed in this form, which says what kernel runs."""
+    if blocking.form not in _FORMS:
+        return f"form is one of {', '.join(map(repr, _FORMS))}, not {shown(blocking.form)}"
+    if blocking.form == "tiles":
+        return ""
+    if problem.family != "product":
+        return f"{problem.family} has no form {blocking.form!r}"
+    if blocking.swap or (blocking.form == "persistent" and blocking.split_k > 1):
+        return f"{blocking.form!r} is not swapped, and 'persistent' does not split the sum over K"
+    if blocking.form == "gemv" and (problem.m > 1 or blocking.block_m > 1):
+        return "'gemv' is for one row"
+    return ""
+
+
+def _tile_fault(problem: Problem, blocking: Blocking) -> str:
+    """What is wrong with the extents of a tile."""
+    if blocking.form == "gemv":
+        columns = max(scale_columns(get_format(problem.weight))[0], 32)
+        return f"block_k is a multiple of {columns}" if blocking.block_k % columns else ""
     if min(blocking.block_m, blocking.block_n, blocking.block_k) < 16:
         return "a tile has 16 rows, columns and a K of 16 at least"
     if problem.family != "product" and blocking.split_k > 1:
@@ -134,7 +158,7 @@ def blocking_fault(problem: Problem, blocking: Blocking) -> str:
 def _columns_fault(problem: Problem, block_k: int) -> str:
     """Why K cannot be taken `block_k` at a time in these formats."""
     formats = [get_format(name) for name in filter(None, (problem.weight, problem.activation))]
-    if block_k > _LONGEST_K and all(found.element == "e4m3" for found in formats):
+    if block_k > _LONGEST_K:
         return f"block_k is at most {_LONGEST_K}: narrow sums are promoted at least so often"
     for found in formats:
         inner, outer = scale_columns(found)

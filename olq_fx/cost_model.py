@@ -2,7 +2,7 @@
 
 API:
     ARCHITECTURES, architecture(name) -> Architecture
-    SHARED_MEMORY, MULTIPROCESSORS              limits by compute capability
+    SHARED_MEMORY       of a block of threads, by compute capability
     instruction(weight, activation, capability) -> Instruction
     original_cost(m, n, k, architecture) -> Cost
     quantized_cost(slot, m, n, k, architecture, fused=False) -> Cost
@@ -38,9 +38,6 @@ ROWS = (1, 64, 4096)
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block of threads may have, by compute capability (CUDA programming guide)."""
-
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
-"""Of the first device of each compute capability in `ARCHITECTURES`, and of one of 8.6 (their datasheets)."""
 
 _ORIGINAL = 2
 """Bytes of an element in original precision."""

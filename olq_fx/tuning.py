@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from olq_fx.cost_model import MULTIPROCESSORS, of_capability
+from olq_fx.cost_model import SHARED_MEMORY, of_capability
 from olq_fx.errors import ConfigurationError
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.support import capability_of
@@ -127,7 +127,7 @@ def tune(
         ConfigurationError: a problem has no meaning, or nothing is known of the GPU.
     """
     if of_capability(capability) is None:
-        known = ", ".join(f"sm_{one}" for one in MULTIPROCESSORS if of_capability(one))
+        known = ", ".join(f"sm_{one}" for one in SHARED_MEMORY if of_capability(one))
         raise ConfigurationError(f"nothing is known of sm_{capability}; valid: {known}")
     bar = bar or Bar()
     works = [Work.of(problem, capability) for problem in dict.fromkeys(problems)]

@@ -44,7 +44,7 @@ class Compiled:
     Attributes:
         candidate: which.
         dropped: why it is not to be used; "" if it may be.
-        code: its kernel that multiplies; None where it does not compile.
+        code: its main kernel; None where that does not compile.
     """
 
     candidate: Candidate
@@ -113,7 +113,7 @@ def _compiled(compiler: Compiler, candidate: Candidate) -> Compiled:
         except Exception as error:  # whatever the compiler says against one candidate, the others are to be tried
             said = " ".join(str(error).split())[:200]
             return Compiled(candidate, f"does not compile: {type(error).__name__}: {said}", code)
-        code = row if multiplies else code
+        code = row if multiplies or code is None else code
         if found := faults(row):
             return Compiled(candidate, "; ".join(found), code)
     return Compiled(candidate, "", code)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from olq_fx import numerics, tuning_measure
 from olq_fx.cost_model import SHARED_MEMORY
 from olq_fx.formats import get_format
-from olq_fx.kernels import reference
+from olq_fx.kernels import reference, triton_candidates
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.kernel_sources import FAMILIES
 from olq_fx.kernels.triton_calls import run
@@ -123,6 +123,11 @@ def test_few_candidates_are_of_different_tiles():
         ("fp8_per_block", "product", {"block_m": 16, "swap": False}, "has 16, not 64"),
         ("fp8_per_block", "product", {"block_n": 32, "swap": True}, "has 32, not 64"),
         ("fp8_per_block", "product", {"block_m": 64, "block_n": 256}, "accumulators a thread"),
+        ("fp8_per_block", "product", {"form": "rows"}, "form is one of"),
+        ("fp8_per_block", "product", {"form": "persistent", "swap": False, "split_k": 2}, "does not split the sum"),
+        ("fp8_per_block", "product", {"form": "persistent", "swap": True}, "is not swapped"),
+        ("fp8_per_block", "product", {"form": "gemv", "swap": False}, "is for one row"),
+        ("fp8_per_block", "grouped", {"form": "persistent", "swap": False}, "grouped has no form 'persistent'"),
         ("fp8_per_block", "product", {"block_k": 16}, "takes 32 columns at a time"),
         ("fp8_per_block", "product", {"block_m": 128}, "tiles of 128 for 64 rows"),
         ("fp8_weight_only", "product", {"block_n": 256, "num_stages": 8, "num_warps": 32}, "bytes of shared memory"),
@@ -136,6 +141,26 @@ def test_what_is_no_candidate_is_said(scheme, family, change, said):
     work = Work.of(problem(scheme, family), 90)
     blocking = dataclasses.replace(Blocking(64, 64, 128, swap=family != "chain", num_warps=4), **change)
     assert said in slow_or_wrong(work, blocking)
+
+
+def test_one_row_has_candidates_of_a_form_of_its_own():
+    work, first = Work.of(problem("mxfp8", m=1, n=4096, k=8192), 90), Blocking(1, 4, 2048, num_warps=4, form="gemv")
+    assert slow_or_wrong(work, first) == ""
+    assert "numbers a thread" in slow_or_wrong(work, dataclasses.replace(first, block_n=16))
+    assert blocking_fault(work.problem, dataclasses.replace(first, block_k=16)) == "block_k is a multiple of 32"
+    with mock.patch.object(triton_candidates, "first_guess", return_value=first):
+        listed = candidates_of(work)
+    assert {one.form for one in listed} == {"gemv", "tiles"}
+    alone = dataclasses.replace(first, block_n=1, block_k=512, num_warps=1)
+    assert estimate(work, alone) > estimate(work, dataclasses.replace(first, block_n=1))
+
+
+def test_many_rows_are_tried_in_both_forms_where_the_first_guess_is_persistent():
+    work, first = Work.of(problem(m=4096, n=4096, k=4096), 90), Blocking(128, 128, 128, num_warps=8, form="persistent")
+    with mock.patch.object(triton_candidates, "first_guess", return_value=first):
+        listed = candidates_of(work)
+    assert {one.form for one in listed} == {"persistent", "tiles"}
+    assert not any(one.swap or one.split_k > 1 for one in listed if one.form == "persistent")
 
 
 def test_columns_that_share_a_scale():

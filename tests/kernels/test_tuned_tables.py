@@ -17,9 +17,11 @@ from olq_fx.kernels import kernel_sources, reference, triton_experts, triton_lin
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Segments, Stack
 from olq_fx.kernels.kernel_sources import FAMILIES, source_hash, triton_minor
+from olq_fx.kernels.triton_candidates import Work, candidates_of
 from olq_fx.kernels.triton_linear_chain import Chain
 from olq_fx.kernels.triton_product import product_calls
 from olq_fx.kernels.tuned_json import from_text, load, read_index, save, to_text
+from olq_fx.kernels.tuned_launches import launches
 from olq_fx.kernels.tuned_problem import Problem
 from olq_fx.kernels.tuned_tables import Choice, TunedTable, blocking_for, use_tuned
 
@@ -117,6 +119,9 @@ def changed(**changes):
         (changed(entries__0__blocking__block_k=16), "a multiple of the 32 columns of a scale of mxfp8, not 16"),
         (changed(entries__0__blocking__num_warps=64), "num_warps is a number from 1 to 32"),
         (changed(entries__0__first__block_k=256), "first: block_k is at most 128"),
+        (changed(entries__0__blocking__form="rows"), "form is one of 'tiles', 'persistent', 'gemv', not 'rows'"),
+        (changed(entries__0__blocking__form="gemv"), "'gemv' is for one row"),
+        (changed(entries__0__blocking__form=1), "form is of type str, not 1"),
         (changed(entries__0__seconds=-1.0), "seconds is a positive number, not -1.0"),
         (changed(entries__0__seconds="fast"), "seconds is of type int or float or null, not 'fast'"),
         (changed(entries__0__measured=False), "seconds are given where something was measured"),
@@ -212,6 +217,15 @@ def test_entries_of_a_stale_table_may_have_fields_that_are_unknown_here(other_tr
     other_triton("3.9")
     assert from_text(text, "x").choices == {}
     assert "made with triton" in from_text(text, "x").ignored[0]
+
+
+@pytest.mark.parametrize("problem", [PRODUCT, dataclasses.replace(PRODUCT, m=1), CHAIN, GROUPED], ids=str)
+def test_every_kernel_that_is_launched_is_among_the_sources(problem):
+    work = Work.of(problem, 90)
+    for blocking in candidates_of(work, 40):
+        for call in launches(problem, work.operands, 90, blocking):
+            module = call.kernel.fn.__module__.rpartition(".")[2]
+            assert module in kernel_sources.sources(problem.family)
 
 
 @pytest.mark.parametrize("module", ["triton_matmul", "device", "triton_encode"])
