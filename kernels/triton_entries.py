@@ -52,14 +52,16 @@ _INSTRUCTIONS = {
     "scaled": {100: r"^tcgen05.*block_scale", 120: r"^mma\.sync.*block_scale"},
     "bf16": {90: r"^wgmma.*bf16\.bf16", 100: r"^tcgen05.*kind::f16"},
     "fp16": {90: r"^wgmma.*f16\.f16", 100: r"^tcgen05.*kind::f16"},
-    "int8": {90: r"^wgmma.*s8\.s8"},
+    "int8": {90: r"^wgmma.*s8\.s8", 100: r"^(mma\.sync.*s8|tcgen05.*kind::i8)"},
 }
 """By what enters a matrix instruction, the instruction for it; where none is named, that of `mma.sync`."""
 
 
 def instruction_pattern(call: Call, capability: int) -> str:
-    """A regular expression for the matrix instructions of a kernel that multiplies."""
-    dot = call.constants["DOT"]
+    """A regular expression for the matrix instructions of a kernel; "" of one that is to have none."""
+    dot = call.constants.get("DOT")
+    if dot is None:
+        return ""
     return _INSTRUCTIONS[dot].get(capability, rf"^mma\.sync.*{ {'int8': 's8', 'fp16': 'f16'}.get(dot, dot) }")
 
 

@@ -104,16 +104,15 @@ def compile_all(
 def _compiled(compiler: Compiler, candidate: Candidate) -> Compiled:
     work, code = candidate.work, None
     for call in launches(work.problem, work.operands, work.capability, candidate.blocking):
-        multiplies = "DOT" in call.constants
-        wanted = instruction_pattern(call, work.capability) if multiplies else ""
+        entry = Entry(call.kernel.fn.__name__, (), call, instruction_pattern(call, work.capability))
         try:
-            row = code_row(compiler, Entry(call.kernel.fn.__name__, (), call, wanted), work.capability)
+            row = code_row(compiler, entry, work.capability)
         except ProcessDied as error:
             return Compiled(candidate, f"the compiler crashed or was ended: {error}", code)
         except Exception as error:  # whatever the compiler says against one candidate, the others are to be tried
             said = " ".join(str(error).split())[:200]
             return Compiled(candidate, f"does not compile: {type(error).__name__}: {said}", code)
-        code = row if multiplies or code is None else code
+        code = row if entry.instruction or code is None else code
         if found := faults(row):
             return Compiled(candidate, "; ".join(found), code)
     return Compiled(candidate, "", code)
