@@ -12,11 +12,12 @@ from typing import Any
 
 import gpu_data as data
 import torch
-from gpu_timing import Comparison, Entry, Run, Target
+from gpu_timing import Comparison, Target
 from torch import Tensor
 
 from olq_fx import numerics
 from olq_fx.formats import FORMATS, get_format
+from olq_fx.gpu_timing import Entry, Run
 from olq_fx.kernels import reference
 
 LARGE = (4096, 7168, 16384)

@@ -23,6 +23,12 @@
   launches them.
 - `triton_grouped`: Triton kernels that multiply the rows of each expert by its weight, and what is between two such.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
-- `triton_catalog`: every launch that ships, by name: for tables of machine code.
+- `triton_catalog`: every launch that ships, by name: for tables of machine code; `triton_catalog_layers` lists those
+  around products, `triton_entries` is what both are made of.
+- `support`: which calls the Triton kernels take, one function a family; `registry` and `triton_ops` ask it.
+- `blocking`: how a product is cut into programs; `tuned_problem`: for what, and which blockings give right numbers.
+- `tuned_tables`: tables of tuned blockings, and which are in use; `tuned_json` reads and writes them, `tuned/` holds
+  those that ship; `kernel_sources` says with which kernels a table was made.
+- `triton_candidates`: the blockings that are worth a try; `tuned_launches` makes operands and launches of a problem.
 - `registry`: which of them runs a layer, with the reason.
 """

@@ -13,11 +13,13 @@ from torch import Tensor
 from olq_fx import numerics
 from olq_fx.formats import get_format
 from olq_fx.kernels import experts, triton_grouped
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Gated, Layer, Segments, Stack, check_layer
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
-from olq_fx.kernels.triton_product import Blocking, Instruction, Operand, instruction_of, operand_of
+from olq_fx.kernels.triton_product import Instruction, Operand, instruction_of, operand_of
 from olq_fx.kernels.triton_quantize import Tile, by_row, coarse_columns, constants_of, quantize_calls, tile_of
 from olq_fx.kernels.triton_sorting import combine_calls, route_calls, table_calls
+from olq_fx.kernels.tuned_tables import tuned
 
 _FLOAT8 = 89
 _PLAIN = Tile(8, 256)
@@ -110,13 +112,21 @@ def grouped_calls(
 
     Args:
         tail: whether rows that belong to nobody become 0; else they are not written.
-        blocking: in place of the analytic choice, with `split_k` 1. Its `block_k` must divide the groups of scales
-            along K.
+        blocking: in place of the tuned or the analytic choice, with `split_k` 1. Its `block_k` must divide groups of
+            scales along K.
     """
     a, b = operand_of(x, activation_format), _expert_operand(stack)
     m, n = out.shape
     instruction = instruction_of(a, b, k, capability, fast_accum)
-    chosen = blocking or grouped_blocking_of(m, segments.experts, a, b, instruction, capability)
+    chosen = (
+        blocking
+        or tuned(
+            *("grouped", x[0], activation_format, stack.format, out.dtype, (m, n, k), capability),
+            fast_accum=fast_accum,
+            experts=segments.experts,
+        )
+        or grouped_blocking_of(m, segments.experts, a, b, instruction, capability)
+    )
     table, calls = table_calls(segments, m, chosen.block_m, tail)
     tiles = table.shape[1]
     tensors = (a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale)

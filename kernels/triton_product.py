@@ -13,7 +13,9 @@ from torch import Tensor
 
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference, triton_matmul
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
+from olq_fx.kernels.tuned_tables import tuned
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many bfloat16 numbers make one of a wider dtype."""
@@ -122,28 +124,6 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
     return Instruction("bf16", 1, by_block)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Blocking:
-    """How a product is cut into programs.
-
-    Attributes:
-        block_m, block_n, block_k: the tile of one program, and how much of K it takes at a time.
-        swap: whether the weight is on the side of the matrix instruction that is 64 high.
-        split_k: how many programs share the sum over K of one tile.
-        group: tiles down before one to the right.
-        num_warps, num_stages: of a program.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swap: bool = False
-    split_k: int = 1
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
-
-
 def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int) -> Blocking:
     """An analytic first choice: few tokens on the narrow side, enough programs, tiles that stay in registers."""
     decoded = instruction.dot in ("bf16", "fp16")
@@ -226,12 +206,19 @@ def product_calls(
     """The kernels that fill `out` (M, N); the other arguments are those of `quantized_linear`.
 
     Args:
-        blocking: in place of the analytic choice. Its `block_k` must divide the groups of scales along K.
+        blocking: in place of the tuned or the analytic choice. Its `block_k` must divide the groups of scales along K.
     """
     a, b = operand_of(x, activation_format), operand_of(weight, weight_format)
     m, n = out.shape
     instruction = instruction_of(a, b, k, capability, fast_accum)
-    chosen = blocking or blocking_of(m, n, k, a, b, instruction, capability)
+    chosen = (
+        blocking
+        or tuned(
+            *("product", x[0], activation_format, weight_format, out.dtype, (m, n, k), capability),
+            fast_accum=fast_accum,
+        )
+        or blocking_of(m, n, k, a, b, instruction, capability)
+    )
     bias, residual = (None if added is None else added.contiguous() for added in (bias, residual))
     partials = None
     if chosen.split_k > 1:

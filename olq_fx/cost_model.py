@@ -2,6 +2,7 @@
 
 API:
     ARCHITECTURES, architecture(name) -> Architecture
+    SHARED_MEMORY       of a block of threads, by compute capability
     instruction(weight, activation, capability) -> Instruction
     original_cost(m, n, k, architecture) -> Cost
     quantized_cost(slot, m, n, k, architecture, fused=False) -> Cost
@@ -34,6 +35,9 @@ Rate = Literal["bf16", "fp8", "int8", "fp4"]
 
 ROWS = (1, 64, 4096)
 """Rows of activations that a layer is looked at with: a decoded token, a batch of them, a prompt."""
+
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one block of threads may have, by compute capability (CUDA programming guide)."""
 
 _ORIGINAL = 2
 """Bytes of an element in original precision."""

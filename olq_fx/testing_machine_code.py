@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
+from olq_fx.cost_model import SHARED_MEMORY
 from olq_fx.testing_process import PythonProcess
-
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes of shared memory that one block of threads may have, by compute capability (CUDA programming guide)."""
 
 _MATRIX = re.compile(r"\b((?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")

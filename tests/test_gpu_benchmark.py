@@ -19,9 +19,10 @@ import gpu_products
 import gpu_timing
 import pytest
 import torch
-from gpu_timing import Comparison, Entry, Figure, Target, copies_of, figures_of, measure, measure_all
+from gpu_timing import Comparison, Figure, Target, figures_of, measure, measure_all
 
 from olq_fx.formats import FORMATS
+from olq_fx.gpu_timing import Entry, copies_of
 from olq_fx.kernels import reference
 from olq_fx.testing import Interpreter, assert_kernel_code
 

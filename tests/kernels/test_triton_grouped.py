@@ -245,7 +245,11 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+# The representatives of the catalogue are compiled for each of them in any case.
+ALL_CODE = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 89, 100, 120))]
+
+
+@pytest.mark.parametrize("capability", ALL_CODE)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability):
     slot, count, n, k = SCHEMES[scheme].moe, 64, 3072, 4096
