@@ -10,7 +10,9 @@
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
-- `triton_matmul`: Triton kernels that multiply; `triton_product` chooses instruction and tiles, and launches them.
+- `triton_operands`: tiles of quantized operands, loaded and decoded, as functions of Triton's language.
+- `triton_matmul`: Triton kernels that multiply; `triton_gemv`: one row of activations, without a matrix instruction;
+  `triton_product` chooses instruction, form and tiles, and launches them.
 - `triton_chain`: a Triton kernel for linear -> chain -> quantization; `triton_linear_chain` launches it.
 - `triton_ops`: the operators on a GPU's tensors, by these kernels.
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.

@@ -94,11 +94,11 @@ def dequantize_entries(capability: int) -> list[Entry]:
 
 
 def product_entries(capability: int) -> list[Entry]:
-    """The product of every scheme with one token, with 64 and with many; of weight-only ones in every dtype."""
+    """The product of every scheme with one token, with few and with many; of weight-only ones in every dtype."""
     found: list[Entry] = []
     for scheme in SCHEMES.values():
         slot = scheme.linear
-        for m, dtype in itertools.product((1, 64, _ROWS), (_DTYPES[:1] if slot.activation else _DTYPES)):
+        for m, dtype in itertools.product((1, 16, 64, _ROWS), (_DTYPES[:1] if slot.activation else _DTYPES)):
             a, b = _operands(slot, m, _COLUMNS, dtype)
             out = torch.empty(m, _COLUMNS, dtype=dtype, device="meta")
             calls = product_calls(a, slot.activation or "", b, slot.weight, _COLUMNS, out, capability=capability)
@@ -139,7 +139,9 @@ _INSTRUCTIONS = {
 
 
 def _instruction(call: Call, capability: int) -> str:
-    dot = call.constants["DOT"]
+    dot = call.constants.get("DOT")
+    if dot is None:  # as for one row
+        return ""
     return _INSTRUCTIONS[dot].get(capability, rf"^mma\.sync.*{ {'int8': 's8', 'fp16': 'f16'}.get(dot, dot) }")
 
 

@@ -12,17 +12,23 @@ import torch
 from torch import Tensor
 
 from olq_fx.formats import get_format
-from olq_fx.kernels import reference, triton_matmul
+from olq_fx.kernels import reference, triton_gemv, triton_matmul
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many bfloat16 numbers make one of a wider dtype."""
+
+_VECTOR = 16
+"""Bytes that a thread loads at once."""
 
 _PROGRAMS = 264
 """How many programs fill a large GPU: two for each of 132 multiprocessors."""
 
 TENSOR_MEMORY = (100, 103)
 """Compute capabilities whose matrix instructions accumulate in a memory of their own."""
+
+_FLOAT8 = 89
+"""The first compute capability that casts to float8."""
 
 _LONGEST_INT8 = (2**31 - 1) // 127**2
 """Columns whose products of int8 codes cannot overflow an int32."""
@@ -128,6 +134,7 @@ class Blocking:
 
     Attributes:
         block_m, block_n, block_k: the tile of one program, and how much of K it takes at a time.
+        form: `tiles`, one program for each tile; `gemv`, one row without a matrix instruction.
         swap: whether the weight is on the side of the matrix instruction that is 64 high.
         split_k: how many programs share the sum over K of one tile.
         group: tiles down before one to the right.
@@ -142,10 +149,41 @@ class Blocking:
     group: int = 8
     num_warps: int = 4
     num_stages: int = 3
+    form: str = "tiles"
 
 
 def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int) -> Blocking:
-    """An analytic first choice: few tokens on the narrow side, enough programs, tiles that stay in registers."""
+    """An analytic first choice: the form for the number of rows, and what suits it."""
+    if m == 1 and _in_words(b):
+        return gemv_blocking_of(n, k, b)
+    return tile_blocking_of(m, n, k, a, b, instruction, capability)
+
+
+def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
+    """For one row: 16 bytes of codes a thread, warps side by side along K, enough programs.
+
+    More warps where they leave no rest of K, or where K is so long that the rest is small; four spill on sm_100 with
+    codes of e2m1.
+    """
+    packed = b.side == "e2m1"
+    per_warp = _VECTOR * 32 * (2 if packed else 1)
+    several = [warps for warps in (2 if packed else 4, 2) if k % (w := warps * per_warp) == 0 or k >= 8 * w]
+    warps = several[0] if several else 1
+    block_n = next((rows for rows in (4, 2) if n >= 2 * _PROGRAMS * rows), 1)
+    split = max(1, min(_PROGRAMS // -(-n // block_n), k // (warps * per_warp)))
+    return Blocking(1, block_n, warps * per_warp, split_k=split, num_warps=warps, form="gemv")
+
+
+def _in_words(b: Operand) -> bool:
+    """Whether codes that are packed can be read four bytes at a time."""
+    rows, columns = b.codes.stride(0), b.codes.stride(1)
+    return b.side != "e2m1" or (columns == 1 and rows % 4 == 0 and b.codes.storage_offset() % 4 == 0)
+
+
+def tile_blocking_of(
+    m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int
+) -> Blocking:
+    """For tiles: few tokens on the narrow side, enough programs, tiles that stay in registers."""
     decoded = instruction.dot in ("bf16", "fp16")
     # Each part of a wide activation is one more operand in registers.
     widest = 32 if instruction.parts > 1 else 64 if decoded else 128
@@ -237,20 +275,47 @@ def product_calls(
     if chosen.split_k > 1:
         kind = torch.int32 if instruction.dot == "int8" else torch.float32
         partials = torch.empty((chosen.split_k, m, n), dtype=kind, device=out.device)
-    programs = -(-m // chosen.block_m) * -(-n // chosen.block_n)
     args = (*tensors_of(a, b), bias, residual, out, partials, m, n, k, *strides_of(a, b))
+    if chosen.form == "gemv":
+        calls = [_gemv_call(a, b, args, instruction, chosen, capability)]
+    else:
+        calls = [_tile_call(a, b, args, instruction, chosen)]
+    if partials is not None:
+        calls.append(_sum_call(partials, a, b, bias, residual, out))
+    return calls
+
+
+def _tile_call(a: Operand, b: Operand, args: tuple[Any, ...], instruction: Instruction, chosen: Blocking) -> Call:
+    """One program for each tile and each part of K."""
+    m, n, k = args[10:13]
     constants = {
         **constants_of(a, b, instruction, chosen, k),
         "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
         "SWAP": chosen.swap,
         "SPLIT_K": chosen.split_k,
     }
-    grid = (programs, chosen.split_k)
-    kernel = triton_matmul.product
-    calls = [Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages)]
-    if partials is not None:
-        calls.append(_sum_call(partials, a, b, bias, residual, out))
-    return calls
+    grid = (-(-m // chosen.block_m) * -(-n // chosen.block_n), chosen.split_k)
+    return Call(triton_matmul.product, grid, args, constants, chosen.num_warps, chosen.num_stages)
+
+
+def _gemv_call(
+    a: Operand, b: Operand, args: tuple[Any, ...], instruction: Instruction, chosen: Blocking, capability: int
+) -> Call:
+    """One program for each few elements of the row and each part of K."""
+    _, n, k = args[10:13]
+    constants = {
+        **_constants_of_operands(a, b),
+        "INTEGER": instruction.dot == "int8",
+        "NATIVE": capability >= _FLOAT8,
+        "WHOLE": k % 32 == 0,
+        "EVEN_K": k % chosen.block_k == 0,
+        "SPLIT_K": chosen.split_k,
+        "CHUNK": b.inner_k if b.side == "e2m1" else _VECTOR,
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
+    }
+    grid = (-(-n // chosen.block_n), chosen.split_k)
+    return Call(triton_gemv.gemv, grid, (*args[:10], *args[11:]), constants, chosen.num_warps, chosen.num_stages)
 
 
 def tensors_of(a: Operand, b: Operand) -> tuple[Tensor | None, ...]:
@@ -265,10 +330,8 @@ def strides_of(a: Operand, b: Operand) -> tuple[int, ...]:
 
 def constants_of(a: Operand, b: Operand, instruction: Instruction, blocking: Blocking, k: int) -> dict[str, Any]:
     """What all kernels that multiply are compiled for."""
-    names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
     return {
-        **{f"A_{name}": value for name, value in zip(names, a.constants, strict=True)},
-        **{f"B_{name}": value for name, value in zip(names, b.constants, strict=True)},
+        **_constants_of_operands(a, b),
         "DOT": instruction.dot,
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
@@ -277,6 +340,14 @@ def constants_of(a: Operand, b: Operand, instruction: Instruction, blocking: Blo
         "BLOCK_N": blocking.block_n,
         "BLOCK_K": blocking.block_k,
         "GROUP": blocking.group,
+    }
+
+
+def _constants_of_operands(a: Operand, b: Operand) -> dict[str, Any]:
+    names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
+    sides = (("A", a), ("B", b))
+    return {
+        f"{side}_{name}": value for side, operand in sides for name, value in zip(names, operand.constants, strict=True)
     }
 
 

@@ -6,30 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from product_cases import ACTIVATIONS, WEIGHTS, meta, quantized, values
 
-from olq_fx import cost_model, numerics
-from olq_fx.formats import FORMATS, get_format
+from olq_fx import cost_model
+from olq_fx.formats import get_format
 from olq_fx.kernels import triton_product
 from olq_fx.kernels.triton_product import Blocking, instruction_of, operand_of, product_calls
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
 
-WEIGHTS = [name for name, found in FORMATS.items() if found.weight]
-ACTIVATIONS = [*(name for name, found in FORMATS.items() if found.activation), ""]
 CAPABILITIES = (80, 90, 100)
 # Of ordinary size: scales whose product float32 does not have are another matter, see triton_matmul.
 KINDS = ("normal", "zero", "outlier", "constant", "power_of_two")
-
-
-def quantized(x, format, weight=False):
-    if not format:
-        return [x]
-    found = get_format(format)
-    return list(numerics.quantize(x, found, found.weight_rule if weight else found.activation_rule))
-
-
-def values(parts, format, k):
-    return numerics.dequantize(tuple(parts), get_format(format), k) if format else parts[0].float()
 
 
 def check(interpreter, x, w, activation, weight, capability, bias=None, residual=None, **options):
@@ -156,15 +144,6 @@ def test_activations_in_original_precision_lose_no_bit(interpreter, weight, dtyp
     y = interpreter.call(triton_product.quantized_linear, *args)
     expected = x.double() @ values(b, weight, 64).double().T
     torch.testing.assert_close(y.double(), expected, rtol=2.0**-23, atol=0)
-
-
-def meta(format, rows, k, dtype=torch.bfloat16):
-    if not format:
-        return [torch.empty(rows, k, dtype=dtype, device="meta")]
-    return [
-        torch.empty(part.shape, dtype=part.dtype, device="meta")
-        for part in numerics.part_specs(get_format(format), rows, k)
-    ]
 
 
 @pytest.mark.parametrize(
