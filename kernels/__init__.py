@@ -12,7 +12,8 @@
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
 - `triton_operands`: tiles of quantized operands, loaded and decoded, as functions of Triton's language.
 - `triton_matmul`: Triton kernels that multiply; `triton_gemv`: one row of activations, without a matrix instruction;
-  `triton_product` chooses instruction, form and tiles, and launches them.
+  `triton_persistent`: many rows, one tile after the other. `triton_product` chooses instruction, form and tiles, and
+  launches them.
 - `triton_chain`: a Triton kernel for linear -> chain -> quantization; `triton_linear_chain` launches it.
 - `triton_ops`: the operators on a GPU's tensors, by these kernels.
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.

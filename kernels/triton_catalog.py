@@ -11,7 +11,8 @@ is launched and nothing compiled here; shapes are large and multiples of 16, as 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,17 +96,22 @@ def dequantize_entries(capability: int) -> list[Entry]:
 
 def product_entries(capability: int) -> list[Entry]:
     """The product of every scheme with one token, with few and with many; of weight-only ones in every dtype."""
-    found: list[Entry] = []
+    found: dict[str, Entry] = {}
     for scheme in SCHEMES.values():
-        slot = scheme.linear
-        for m, dtype in itertools.product((1, 16, 64, _ROWS), (_DTYPES[:1] if slot.activation else _DTYPES)):
+        slot, forms = scheme.linear, dict[torch.dtype, Mapping[str, Any]]()
+        # Of 256 rows only what is compiled for other constants than that of many.
+        for m, dtype in itertools.product((1, 16, 64, _ROWS, 256), (_DTYPES[:1] if slot.activation else _DTYPES)):
             a, b = _operands(slot, m, _COLUMNS, dtype)
             out = torch.empty(m, _COLUMNS, dtype=dtype, device="meta")
             calls = product_calls(a, slot.activation or "", b, slot.weight, _COLUMNS, out, capability=capability)
             name = f"product {slot.activation or dtype} x {slot.weight}, M = {m}"
             instruction = _instruction(calls[0], capability)
-            found += entries(name, _names(slot), calls[:1], instruction) + entries(name, _names(slot), calls[1:])
-    return [entry for index, entry in enumerate(found) if entry.name not in {before.name for before in found[:index]}]
+            if m < _ROWS and forms.get(dtype) == calls[0].constants:
+                continue
+            forms[dtype] = calls[0].constants
+            for entry in entries(name, _names(slot), calls[:1], instruction) + entries(name, _names(slot), calls[1:]):
+                found.setdefault(entry.name, entry)
+    return list(found.values())
 
 
 def chain_entries(capability: int) -> list[Entry]:

@@ -150,7 +150,7 @@ def _constant(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.const
 
 
 @triton.jit
-def _accumulated(
+def accumulated(
     acc, partial, a_outer, b_outer, a_rows, b_rows, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
@@ -243,7 +243,7 @@ def sum_over(
             )  # fmt: skip
             found = dot(left, right, start_from, PARTS, SWAP)
         if PROMOTE:
-            acc = _accumulated(
+            acc = accumulated(
                 acc, found, a_outer, b_outer, rows, columns, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
                 A_OUTER, B_OUTER, A_GROUP, B_GROUP, A_OUTER_K, B_OUTER_K, UNIFORM_B, SWAP,
             )  # fmt: skip

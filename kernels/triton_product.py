@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from olq_fx.formats import get_format
-from olq_fx.kernels import reference, triton_gemv, triton_matmul
+from olq_fx.kernels import reference, triton_gemv, triton_matmul, triton_persistent
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -29,6 +29,15 @@ TENSOR_MEMORY = (100, 103)
 
 _FLOAT8 = 89
 """The first compute capability that casts to float8."""
+
+_DESCRIPTORS = 90
+"""The first compute capability that reads by tensor descriptors."""
+
+_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 170}
+"""Of the largest GPU of each compute capability."""
+
+_BYTES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What enters a matrix instruction as it is stored, one a byte."""
 
 _LONGEST_INT8 = (2**31 - 1) // 127**2
 """Columns whose products of int8 codes cannot overflow an int32."""
@@ -134,7 +143,8 @@ class Blocking:
 
     Attributes:
         block_m, block_n, block_k: the tile of one program, and how much of K it takes at a time.
-        form: `tiles`, one program for each tile; `gemv`, one row without a matrix instruction.
+        form: `tiles`, one program for each tile; `persistent`, as many programs as multiprocessors; `gemv`, one row
+            without a matrix instruction.
         swap: whether the weight is on the side of the matrix instruction that is 64 high.
         split_k: how many programs share the sum over K of one tile.
         group: tiles down before one to the right.
@@ -153,10 +163,20 @@ class Blocking:
 
 
 def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int) -> Blocking:
-    """An analytic first choice: the form for the number of rows, and what suits it."""
+    """An analytic first choice: the form for the number of rows, and what suits it.
+
+    One row has the form of its own. Where codes enter the matrix instruction as they are stored and there are more
+    tiles than multiprocessors, a program takes one tile after the other.
+    """
     if m == 1 and _in_words(b):
         return gemv_blocking_of(n, k, b)
-    return tile_blocking_of(m, n, k, a, b, instruction, capability)
+    found = tile_blocking_of(m, n, k, a, b, instruction, capability)
+    tiles = -(-m // found.block_m) * -(-n // found.block_n)
+    if found.swap or instruction.dot not in _BYTES or tiles <= _MULTIPROCESSORS.get(capability, _PROGRAMS):
+        return found
+    # One more tile on its way where shared memory has room for it.
+    stages = 4 if capability in (90, *TENSOR_MEMORY) else found.num_stages
+    return dataclasses.replace(found, form="persistent", num_stages=stages)
 
 
 def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
@@ -278,6 +298,8 @@ def product_calls(
     args = (*tensors_of(a, b), bias, residual, out, partials, m, n, k, *strides_of(a, b))
     if chosen.form == "gemv":
         calls = [_gemv_call(a, b, args, instruction, chosen, capability)]
+    elif chosen.form == "persistent":
+        calls = [_persistent_call(a, b, args, instruction, chosen, capability)]
     else:
         calls = [_tile_call(a, b, args, instruction, chosen)]
     if partials is not None:
@@ -296,6 +318,37 @@ def _tile_call(a: Operand, b: Operand, args: tuple[Any, ...], instruction: Instr
     }
     grid = (-(-m // chosen.block_m) * -(-n // chosen.block_n), chosen.split_k)
     return Call(triton_matmul.product, grid, args, constants, chosen.num_warps, chosen.num_stages)
+
+
+def _persistent_call(
+    a: Operand, b: Operand, args: tuple[Any, ...], instruction: Instruction, chosen: Blocking, capability: int
+) -> Call:
+    """As many programs as the GPU has multiprocessors, with tensor descriptors where there are such."""
+    m, n, k = args[10:13]
+    fits = all(map(triton_persistent.fits_descriptor, (a.codes, b.codes)))
+    tma = fits and capability >= _DESCRIPTORS and instruction.dot in _BYTES
+    operands = list(args[:6])
+    if tma:
+        for position, operand, rows in ((0, a, chosen.block_m), (3, b, chosen.block_n)):
+            codes = operand.codes.view(_BYTES[instruction.dot])
+            operands[position] = triton_persistent.descriptor(codes, rows, chosen.block_k)
+    constants = {
+        **constants_of(a, b, instruction, chosen, k),
+        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
+        "TMA": tma,
+        "FLATTEN": True,
+    }
+    tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
+    grid = (min(tiles, multiprocessors(args[8].device, capability)),)
+    kernel = triton_persistent.product_persistent
+    return Call(kernel, grid, (*operands, *args[6:9], *args[10:]), constants, chosen.num_warps, chosen.num_stages)
+
+
+def multiprocessors(device: torch.device, capability: int) -> int:
+    """Of a GPU; where the device is none, of a large one of that compute capability."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _MULTIPROCESSORS.get(capability, _PROGRAMS // 2)
 
 
 def _gemv_call(

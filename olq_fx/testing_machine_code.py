@@ -194,6 +194,8 @@ def _signature(
 def _type(name: str, value: Any) -> str:
     if isinstance(value, torch.Tensor) and value.dtype in _TYPES:
         return f"*{_TYPES[value.dtype]}"
+    if hasattr(value, "block_shape") and value.base.dtype in _TYPES:  # a tensor descriptor
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
