@@ -30,6 +30,8 @@ CAPABILITIES = (80, 89, 90, 100, 120)
 
 _ROWS = _COLUMNS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MIXED = (Slot("mxfp4", "mxfp8"), Slot("mxfp8", "mxfp4"))
+"""Pairs of no scheme that have an instruction of their own on some GPUs."""
 _OTHER_BLOCKS = (*block_formats(32, 32), *block_formats(256, 64))
 """The extremes of the blocks that `weight_block_size` may ask for."""
 
@@ -95,11 +97,13 @@ def dequantize_entries(capability: int) -> list[Entry]:
 
 
 def product_entries(capability: int) -> list[Entry]:
-    """The product of every scheme with one token, with few and with many; of weight-only ones in every dtype."""
+    """The product of every scheme and of mixed pairs with one token, with few and with many.
+
+    Weight-only ones are in every dtype. Of 256 rows there is only what is compiled for other constants than of many.
+    """
     found: dict[str, Entry] = {}
-    for scheme in SCHEMES.values():
-        slot, forms = scheme.linear, dict[torch.dtype, Mapping[str, Any]]()
-        # Of 256 rows only what is compiled for other constants than that of many.
+    for slot in (*(scheme.linear for scheme in SCHEMES.values()), *_MIXED):
+        forms = dict[torch.dtype, Mapping[str, Any]]()
         for m, dtype in itertools.product((1, 16, 64, _ROWS, 256), (_DTYPES[:1] if slot.activation else _DTYPES)):
             a, b = _operands(slot, m, _COLUMNS, dtype)
             out = torch.empty(m, _COLUMNS, dtype=dtype, device="meta")

@@ -119,7 +119,8 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
     """The matrix instruction for activations `a` and weight `b` on a GPU of this compute capability.
 
     Codes enter as they are where both are int8 or both e4m3 (from sm_89 on) without inner scales; with them where both
-    have the same and no other (from sm_100 on); else as the fp16 or bfloat16 numbers that they are, which is exact.
+    have the same and no other (from sm_100 on), e4m3 with e2m1 only on sm_100 and sm_103: for sm_120 Triton 3.7 makes
+    of such a pair bfloat16 by a way that spills. Else as the fp16 or bfloat16 numbers that they are, which is exact.
     Sums of fp8 products are narrow before sm_100 and are promoted to float32 each K-block, unless `fast_accum` allows
     them not to be.
     """
@@ -128,7 +129,8 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
         return Instruction("int8", 1, False)
     if a.side == b.side == "e4m3" and not (a.inner or b.inner) and capability >= 89:
         return Instruction("fp8", 1, by_block or (capability < 100 and not fast_accum))
-    if a.inner and not by_block and (a.side, a.inner, a.inner_k) == (b.side, b.inner, b.inner_k) and capability >= 100:
+    native = capability in TENSOR_MEMORY or (a.side == b.side and capability >= 100)
+    if native and a.inner and not by_block and (a.inner, a.inner_k) == (b.inner, b.inner_k):
         return Instruction("scaled", 1, by_block)
     if a.side == "plain":
         if a.codes.dtype == torch.float16 and b.inner != "e8m0":
@@ -174,9 +176,11 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
     tiles = -(-m // found.block_m) * -(-n // found.block_n)
     if found.swap or instruction.dot not in _BYTES or tiles <= _MULTIPROCESSORS.get(capability, _PROGRAMS):
         return found
-    # One more tile on its way where shared memory has room for it.
+    # One more tile on its way where shared memory has room for it. Where it is mma.sync that multiplies what came by
+    # descriptors, a tile 128 high leaves too few registers to write float32.
     stages = 4 if capability in (90, *TENSOR_MEMORY) else found.num_stages
-    return dataclasses.replace(found, form="persistent", num_stages=stages)
+    low = capability == 120 or (capability in TENSOR_MEMORY and instruction.dot == "int8")
+    return dataclasses.replace(found, form="persistent", num_stages=stages, block_m=64 if low else found.block_m)
 
 
 def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
