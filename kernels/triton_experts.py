@@ -13,11 +13,11 @@ from torch import Tensor
 from olq_fx import numerics
 from olq_fx.formats import get_format
 from olq_fx.kernels import experts, triton_grouped
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Gated, Layer, Segments, Stack, check_layer
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.triton_product import (
     TENSOR_MEMORY,
-    Blocking,
     Instruction,
     Operand,
     instruction_of,

@@ -16,11 +16,11 @@ from olq_fx import numerics
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels import reference, triton_chain
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.producers import Activation, ActivationKind, activate
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.triton_product import (
     TENSOR_MEMORY,
-    Blocking,
     Instruction,
     Operand,
     constants_of,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference, triton_gemv, triton_matmul, triton_persistent
+from olq_fx.kernels.blocking import Blocking, multiprocessors
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -32,9 +33,6 @@ _FLOAT8 = 89
 
 _DESCRIPTORS = 90
 """The first compute capability that reads by tensor descriptors."""
-
-_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 170}
-"""Of the largest GPU of each compute capability."""
 
 _BYTES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """What enters a matrix instruction as it is stored, one a byte."""
@@ -139,31 +137,6 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
     return Instruction("bf16", 1, by_block)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Blocking:
-    """How a product is cut into programs.
-
-    Attributes:
-        block_m, block_n, block_k: the tile of one program, and how much of K it takes at a time.
-        form: `tiles`, one program for each tile; `persistent`, as many programs as multiprocessors; `gemv`, one row
-            without a matrix instruction.
-        swap: whether the weight is on the side of the matrix instruction that is 64 high.
-        split_k: how many programs share the sum over K of one tile.
-        group: tiles down before one to the right.
-        num_warps, num_stages: of a program.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swap: bool = False
-    split_k: int = 1
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
-    form: str = "tiles"
-
-
 def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int) -> Blocking:
     """An analytic first choice: the form for the number of rows, and what suits it.
 
@@ -174,7 +147,7 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
         return gemv_blocking_of(n, k, b)
     found = tile_blocking_of(m, n, k, a, b, instruction, capability)
     tiles = -(-m // found.block_m) * -(-n // found.block_n)
-    if found.swap or instruction.dot not in _BYTES or tiles <= _MULTIPROCESSORS.get(capability, _PROGRAMS):
+    if found.swap or instruction.dot not in _BYTES or tiles <= multiprocessors(None, capability):
         return found
     # One more tile on its way where shared memory has room for it. Where it is mma.sync that multiplies what came by
     # descriptors, a tile 128 high leaves too few registers to write float32.
@@ -346,13 +319,6 @@ def _persistent_call(
     grid = (min(tiles, multiprocessors(args[8].device, capability)),)
     kernel = triton_persistent.product_persistent
     return Call(kernel, grid, (*operands, *args[6:9], *args[10:]), constants, chosen.num_warps, chosen.num_stages)
-
-
-def multiprocessors(device: torch.device, capability: int) -> int:
-    """Of a GPU; where the device is none, of a large one of that compute capability."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return _MULTIPROCESSORS.get(capability, _PROGRAMS // 2)
 
 
 def _gemv_call(

@@ -8,9 +8,9 @@ from product_cases import ACTIVATIONS, WEIGHTS, meta, quantized, values
 
 from olq_fx.formats import get_format
 from olq_fx.kernels import triton_product
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_calls import run
 from olq_fx.kernels.triton_product import (
-    Blocking,
     blocking_of,
     gemv_blocking_of,
     instruction_of,

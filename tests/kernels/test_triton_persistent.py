@@ -7,8 +7,9 @@ import pytest
 import torch
 from product_cases import meta, quantized, values
 
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_calls import run
-from olq_fx.kernels.triton_product import Blocking, blocking_of, instruction_of, operand_of, product_calls
+from olq_fx.kernels.triton_product import blocking_of, instruction_of, operand_of, product_calls
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import assert_kernel_code, assert_product_close, assert_same_bits
 

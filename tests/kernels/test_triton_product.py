@@ -11,7 +11,8 @@ from product_cases import ACTIVATIONS, WEIGHTS, meta, quantized, values
 from olq_fx import cost_model
 from olq_fx.formats import get_format
 from olq_fx.kernels import triton_product
-from olq_fx.kernels.triton_product import Blocking, instruction_of, operand_of, product_calls
+from olq_fx.kernels.blocking import Blocking
+from olq_fx.kernels.triton_product import instruction_of, operand_of, product_calls
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
 
