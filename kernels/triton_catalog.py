@@ -143,7 +143,7 @@ _INSTRUCTIONS = {
     "scaled": {100: r"^tcgen05.*block_scale", 120: r"^mma\.sync.*block_scale"},
     "bf16": {90: r"^wgmma.*bf16\.bf16", 100: r"^tcgen05.*kind::f16"},
     "fp16": {90: r"^wgmma.*f16\.f16", 100: r"^tcgen05.*kind::f16"},
-    "int8": {90: r"^wgmma.*s8\.s8"},
+    "int8": {90: r"^wgmma.*s8\.s8", 100: r"^(mma\.sync.*s8|tcgen05.*kind::i8)"},
 }
 """By what enters a matrix instruction, the instruction for it; where none is named, that of `mma.sync`."""
 

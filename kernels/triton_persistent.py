@@ -1,8 +1,8 @@
 """Triton kernel for many rows: as many programs as the GPU has multiprocessors, each with one tile after the other.
 
 While a program writes one tile, what it reads for the next one is already on its way, and no program waits for a place.
-On sm_90 and later codes come by tensor descriptors (TMA): one thread asks for a whole tile and no thread computes
-addresses. A descriptor wants rows that begin at multiples of 16 bytes; others are read by pointers, as on older GPUs.
+On sm_90 and sm_100 codes come by tensor descriptors (TMA): one thread asks for a whole tile and no thread computes
+addresses. A descriptor wants rows that begin at multiples of 16 bytes; others are read by pointers, as on other GPUs.
 
 The tiles, their order and the order of each sum are those of `triton_matmul.product`, so the bits are too.
 """

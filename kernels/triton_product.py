@@ -31,8 +31,9 @@ TENSOR_MEMORY = (100, 103)
 _FLOAT8 = 89
 """The first compute capability that casts to float8."""
 
-_DESCRIPTORS = 90
-"""The first compute capability that reads by tensor descriptors."""
+_DESCRIPTORS = (90, *TENSOR_MEMORY)
+"""Compute capabilities that read by tensor descriptors; on sm_120 triton 3.6 makes of each such load a write to local
+memory."""
 
 _BYTES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """What enters a matrix instruction as it is stored, one a byte."""
@@ -149,11 +150,12 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
     tiles = -(-m // found.block_m) * -(-n // found.block_n)
     if found.swap or instruction.dot not in _BYTES or tiles <= multiprocessors(None, capability):
         return found
-    # One more tile on its way where shared memory has room for it. Where it is mma.sync that multiplies what came by
-    # descriptors, a tile 128 high leaves too few registers to write float32.
-    stages = 4 if capability in (90, *TENSOR_MEMORY) else found.num_stages
-    low = capability == 120 or (capability in TENSOR_MEMORY and instruction.dot == "int8")
-    return dataclasses.replace(found, form="persistent", num_stages=stages, block_m=64 if low else found.block_m)
+    # One more tile on its way where shared memory has room for it.
+    stages = 4 if capability in _DESCRIPTORS else found.num_stages
+    # Of int8 on sm_100 mma.sync makes products (triton 3.7): a tile 128 high leaves too few registers to write float32.
+    low = capability in TENSOR_MEMORY and instruction.dot == "int8"
+    block_m = 64 if low else found.block_m
+    return dataclasses.replace(found, form="persistent", num_stages=stages, block_m=block_m)
 
 
 def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
@@ -303,7 +305,7 @@ def _persistent_call(
     """As many programs as the GPU has multiprocessors, with tensor descriptors where there are such."""
     m, n, k = args[10:13]
     fits = all(map(triton_persistent.fits_descriptor, (a.codes, b.codes)))
-    tma = fits and capability >= _DESCRIPTORS and instruction.dot in _BYTES
+    tma = fits and capability in _DESCRIPTORS and instruction.dot in _BYTES
     operands = list(args[:6])
     if tma:
         for position, operand, rows in ((0, a, chosen.block_m), (3, b, chosen.block_n)):
