@@ -161,14 +161,14 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
 def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
     """For one row: 16 bytes of codes a thread, warps side by side along K, enough programs.
 
-    More warps where they leave no rest of K, or where K is so long that the rest is small; four spill on sm_100 with
-    codes of e2m1.
+    More warps where they leave no rest of K, or where K is so long that the rest is small. Inner scales take registers:
+    more warps with those of e8m0, or more rows with those of e4m3, spill on sm_90 or sm_100.
     """
-    packed = b.side == "e2m1"
-    per_warp = _VECTOR * 32 * (2 if packed else 1)
-    several = [warps for warps in (2 if packed else 4, 2) if k % (w := warps * per_warp) == 0 or k >= 8 * w]
-    warps = several[0] if several else 1
+    most = 2 if b.inner else 4
+    per_warp = _VECTOR * 32 * (2 if b.side == "e2m1" else 1)
+    warps = next((some for some in (most, 2) if k % (some * per_warp) == 0 or k >= 8 * some * per_warp), 1)
     block_n = next((rows for rows in (4, 2) if n >= 2 * _PROGRAMS * rows), 1)
+    block_n = min(block_n, 2 if b.inner == "e4m3" else 4)
     split = max(1, min(_PROGRAMS // -(-n // block_n), k // (warps * per_warp)))
     return Blocking(1, block_n, warps * per_warp, split_k=split, num_warps=warps, form="gemv")
 
@@ -176,7 +176,7 @@ def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
 def _in_words(b: Operand) -> bool:
     """Whether codes that are packed can be read four bytes at a time."""
     rows, columns = b.codes.stride(0), b.codes.stride(1)
-    return b.side != "e2m1" or (columns == 1 and rows % 4 == 0 and b.codes.storage_offset() % 4 == 0)
+    return b.side != "e2m1" or (columns == 1 and rows % 4 == 0 and b.codes.data_ptr() % 4 == 0)
 
 
 def tile_blocking_of(
@@ -186,6 +186,8 @@ def tile_blocking_of(
     decoded = instruction.dot in ("bf16", "fp16")
     # Each part of a wide activation is one more operand in registers.
     widest = 32 if instruction.parts > 1 else 64 if decoded else 128
+    if decoded and capability == 120 and a.inner and b.inner and a.side != b.side:
+        widest = 32  # two ways to decode beside the accumulators
     block_k = min([widest, *(side.outer_k for side in (a, b) if side.outer == "k")])
     if m <= 64:
         block_m = max(16, min(1 << (m - 1).bit_length(), 32 if instruction.parts > 1 else 64))

@@ -118,6 +118,7 @@ def test_packed_codes_that_are_no_words_are_left_to_tiles(interpreter):
         ("mxfp4", 8192, 8192, Blocking(1, 4, 2048, num_warps=2, form="gemv")),
         ("mxfp4", 4096, 14336, Blocking(1, 4, 2048, num_warps=2, form="gemv")),
         ("nvfp4", 1024, 7168, Blocking(1, 1, 1024, num_warps=1, form="gemv")),
+        ("nvfp4", 8192, 8192, Blocking(1, 2, 2048, num_warps=2, form="gemv")),
         ("fp8_per_block_static", 2112, 7168, Blocking(1, 4, 1024, num_warps=2, form="gemv")),
         ("fp8_per_block_static", 128, 8192, Blocking(1, 1, 2048, split_k=2, num_warps=4, form="gemv")),
         ("int8_per_channel_static", 16, 384, Blocking(1, 1, 512, num_warps=1, form="gemv")),
@@ -149,7 +150,9 @@ PAIRS = [
     ("fp8_per_block_dynamic", "fp8_per_block_static"),
     ("int8_per_token", "int8_per_channel_static"),
     ("", "mxfp8"),
+    ("mxfp8", "mxfp8"),
     ("", "mxfp4"),
+    ("", "nvfp4"),
     ("nvfp4_per_token", "nvfp4"),
     ("mxfp4_dualscale", "mxfp4_dualscale"),
 ]
