@@ -161,14 +161,14 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
 def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
     """For one row: 16 bytes of codes a thread, warps side by side along K, enough programs.
 
-    More warps where they leave no rest of K, or where K is so long that the rest is small. Inner scales take registers:
-    more warps with those of e8m0, or more rows with those of e4m3, spill on sm_90 or sm_100.
+    More warps where they leave no rest of K, or where K is so long that the rest is small; fewer where scales along K
+    take registers, since several warps that exchange activations spill with them on sm_90 and sm_100.
     """
-    most = 2 if b.inner else 4
+    most = {"": 4, "e8m0": 2, "e4m3": 1}[b.inner]
     per_warp = _VECTOR * 32 * (2 if b.side == "e2m1" else 1)
-    warps = next((some for some in (most, 2) if k % (some * per_warp) == 0 or k >= 8 * some * per_warp), 1)
+    several = (warps for warps in (4, 2) if warps <= most)
+    warps = next((some for some in several if k % (some * per_warp) == 0 or k >= 8 * some * per_warp), 1)
     block_n = next((rows for rows in (4, 2) if n >= 2 * _PROGRAMS * rows), 1)
-    block_n = min(block_n, 2 if b.inner == "e4m3" else 4)
     split = max(1, min(_PROGRAMS // -(-n // block_n), k // (warps * per_warp)))
     return Blocking(1, block_n, warps * per_warp, split_k=split, num_warps=warps, form="gemv")
 

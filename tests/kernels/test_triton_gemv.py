@@ -118,7 +118,7 @@ def test_packed_codes_that_are_no_words_are_left_to_tiles(interpreter):
         ("mxfp4", 8192, 8192, Blocking(1, 4, 2048, num_warps=2, form="gemv")),
         ("mxfp4", 4096, 14336, Blocking(1, 4, 2048, num_warps=2, form="gemv")),
         ("nvfp4", 1024, 7168, Blocking(1, 1, 1024, num_warps=1, form="gemv")),
-        ("nvfp4", 8192, 8192, Blocking(1, 2, 2048, num_warps=2, form="gemv")),
+        ("nvfp4", 8192, 8192, Blocking(1, 4, 1024, num_warps=1, form="gemv")),
         ("fp8_per_block_static", 2112, 7168, Blocking(1, 4, 1024, num_warps=2, form="gemv")),
         ("fp8_per_block_static", 128, 8192, Blocking(1, 1, 2048, split_k=2, num_warps=4, form="gemv")),
         ("int8_per_channel_static", 16, 384, Blocking(1, 1, 512, num_warps=1, form="gemv")),
@@ -129,7 +129,7 @@ def test_the_programs_fill_a_large_gpu(weight, n, k, blocking):
 
 
 def assert_loads(activation, weight, k, capability, dtype=torch.bfloat16):
-    """Codes and activations are read by loads of 16 bytes, and nothing leaves the registers."""
+    """Codes of the weight are read by loads of 16 bytes, and nothing leaves the registers."""
     n = 4096
     out = torch.empty(1, n, dtype=torch.bfloat16, device="meta")
     [call] = product_calls(
@@ -140,9 +140,9 @@ def assert_loads(activation, weight, k, capability, dtype=torch.bfloat16):
     assert not code.instructions
     loads = re.findall(r"\bLDG\.E\S*", code.sass)
     wide = [load for load in loads if load.startswith("LDG.E.128")]
-    assert len(wide) > call.constants["BLOCK_N"], loads
-    # Scales: not more than one load for each of 16 codes that a row has.
-    assert len(loads) - len(wide) <= 2 * call.constants["BLOCK_N"] + 4, loads
+    assert len(wide) >= call.constants["BLOCK_N"], loads
+    # Scales: not more than one load for each of 16 codes that a row has; activations of e2m1 and theirs.
+    assert len(loads) - len(wide) <= 2 * call.constants["BLOCK_N"] + 6, loads
 
 
 PAIRS = [
