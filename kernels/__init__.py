@@ -10,7 +10,11 @@
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
-- `triton_matmul`: Triton kernels that multiply; `triton_product` chooses instruction and tiles, and launches them.
+- `blocking`: how a product is cut into programs, as a value.
+- `triton_operands`: tiles of quantized operands, loaded and decoded, as functions of Triton's language.
+- `triton_matmul`: Triton kernels that multiply; `triton_gemv`: one row of activations, without a matrix instruction;
+  `triton_persistent`: many rows, one tile after the other. `triton_product` chooses instruction, form and tiles, and
+  launches them.
 - `triton_chain`: a Triton kernel for linear -> chain -> quantization; `triton_linear_chain` launches it.
 - `fused_quantize`: an operator for a quantization with what leads up to it; `template_lowering` makes one Triton kernel
   of it where Inductor compiles for a GPU, by the text in `template_sources`.

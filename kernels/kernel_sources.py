@@ -17,7 +17,11 @@ from typing import Literal
 Family = Literal["product", "chain", "grouped"]
 
 FAMILIES: MappingProxyType[Family, tuple[str, ...]] = MappingProxyType(
-    {"product": ("triton_matmul",), "chain": ("triton_chain",), "grouped": ("triton_grouped", "triton_routing")}
+    {
+        "product": ("triton_matmul", "triton_gemv", "triton_persistent"),
+        "chain": ("triton_chain",),
+        "grouped": ("triton_grouped", "triton_routing"),
+    }
 )
 """By name, the modules with the kernels that are launched; what those import belongs to them."""
 

@@ -10,7 +10,8 @@ is launched and nothing compiled here; shapes are large and multiples of 16, as 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ __all__ = ["CAPABILITIES", "SOURCES", "Entry", "catalog", "entries", "meta_parts
 
 _ROWS = _COLUMNS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MIXED = (Slot("mxfp4", "mxfp8"), Slot("mxfp8", "mxfp4"))
+"""Pairs of no scheme that have an instruction of their own on some GPUs."""
 _OTHER_BLOCKS = (*block_formats(32, 32), *block_formats(256, 64))
 """The extremes of the blocks that `weight_block_size` may ask for."""
 
@@ -75,18 +78,25 @@ def dequantize_entries(capability: int) -> list[Entry]:
 
 
 def product_entries(capability: int) -> list[Entry]:
-    """The product of every scheme with one token, with 64 and with many; of weight-only ones in every dtype."""
-    found: list[Entry] = []
-    for scheme in SCHEMES.values():
-        slot = scheme.linear
-        for m, dtype in itertools.product((1, 64, _ROWS), (_DTYPES[:1] if slot.activation else _DTYPES)):
+    """The product of every scheme and of mixed pairs with one token, with few and with many.
+
+    Weight-only ones are in every dtype. Of 256 rows there is only what is compiled for other constants than of many.
+    """
+    found: dict[str, Entry] = {}
+    for slot in (*(scheme.linear for scheme in SCHEMES.values()), *_MIXED):
+        forms = dict[torch.dtype, Mapping[str, Any]]()
+        for m, dtype in itertools.product((1, 16, 64, _ROWS, 256), (_DTYPES[:1] if slot.activation else _DTYPES)):
             a, b = _operands(slot, m, _COLUMNS, dtype)
             out = torch.empty(m, _COLUMNS, dtype=dtype, device="meta")
             calls = product_calls(a, slot.activation or "", b, slot.weight, _COLUMNS, out, capability=capability)
             name = f"product {slot.activation or dtype} x {slot.weight}, M = {m}"
             instruction = instruction_pattern(calls[0], capability)
-            found += entries(name, _names(slot), calls[:1], instruction) + entries(name, _names(slot), calls[1:])
-    return [entry for index, entry in enumerate(found) if entry.name not in {before.name for before in found[:index]}]
+            if m < _ROWS and forms.get(dtype) == calls[0].constants:
+                continue
+            forms[dtype] = calls[0].constants
+            for entry in entries(name, _names(slot), calls[:1], instruction) + entries(name, _names(slot), calls[1:]):
+                found.setdefault(entry.name, entry)
+    return list(found.values())
 
 
 def chain_entries(capability: int) -> list[Entry]:

@@ -24,12 +24,12 @@ from olq_fx.kernels.triton_product import (
     TENSOR_MEMORY,
     Instruction,
     Operand,
-    blocking_of,
     constants_of,
     instruction_of,
     operand_of,
     strides_of,
     tensors_of,
+    tile_blocking_of,
 )
 from olq_fx.kernels.tuned_tables import tuned
 
@@ -194,7 +194,7 @@ def chain_blocking(
     capability: int,
 ) -> Blocking:
     """An analytic first choice: whole groups in a tile, no more accumulators than registers hold."""
-    block_k = blocking_of(m, n, k, a, b, instruction, capability).block_k
+    block_k = tile_blocking_of(m, n, k, a, b, instruction, capability).block_k
     group = format.group[1] or 1
     # Block scales are applied in tensor memory for 128 rows at a time.
     block_m, warps = 128 if instruction.dot == "scaled" and capability in TENSOR_MEMORY else 64, 8

@@ -261,8 +261,8 @@ KERNELS = {"products": "triton_product", "grouped": "triton_experts", "fused": "
 
 
 def launches(comparison: Comparison) -> list[object]:
-    """What is done before launching, of our entry and of the copy."""
-    return [one.make(0) for one in comparison.entries if one.name in ("olq_fx", gpu_data.COPY)]
+    """What is done before launching, of our entries and of the copy."""
+    return [one.make(0) for one in comparison.entries if one.name in ("olq_fx", gpu_products.TILES, gpu_data.COPY)]
 
 
 @pytest.mark.usefixtures("in_small")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from olq_fx.errors import ConversionError
 from olq_fx.formats import FORMATS, get_format
 from olq_fx.kernels import experts, triton_experts, triton_product
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Segments
 from olq_fx.kernels.triton_calls import run
-from olq_fx.kernels.triton_product import Blocking
 from olq_fx.numerics import dequantize
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
