@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -231,8 +231,22 @@ def run(ctx: click.Context, /, model: str, **options: Any) -> Answer:
     ),
     click.option("--m", "rows", default="1,64,4096", show_default=True, metavar="M,...", help="Rows of activations."),
     click.option("--fused", is_flag=True, help="Activations arrive as codes: their quantization costs nothing here."),
-    click.option("--code", is_flag=True, help="Instead, compile the kernels for --arch and show their machine code."),
+    click.option(
+        "--emitted", is_flag=True, help="Instead, compile MODEL for --arch with Inductor and show the kernels it emits."
+    ),
+    click.option(
+        "--code/--no-code",
+        default=None,
+        help="Alone: compile the kernels of the library for --arch and show their machine code. "
+        "With --emitted: whether to do so with the emitted ones (the default).",
+    ),
     click.option("--format", "formats", multiple=True, metavar="NAME", help="With --code: the kernels of this format."),
+    click.option("--inputs", metavar="MODULE:CALLABLE", help="With --emitted: gives the arguments of a call."),
+    click.option(
+        "--tokens", metavar="BxS", help="With --emitted: sequences x tokens for a language model, by default 1x128."
+    ),
+    click.option("--blocks", type=click.IntRange(1), help="With --emitted: build only so many of the repeated blocks."),
+    click.option("--dump", metavar="DIR", help="With --emitted: write sources and graphs into this new folder."),
     _dtype,
     click.option("--meta/--no-meta", default=True, help="Build the model without memory (the default) or with it."),
 )
@@ -241,19 +255,19 @@ def run(ctx: click.Context, /, model: str, **options: Any) -> Answer:
 def kernels(ctx: click.Context, /, model: str | None, arch: str, **options: Any) -> Answer:
     """Show what the layers of MODEL cost at best on a GPU, or what the kernels become there. No GPU is needed.
 
-    Without a configuration every scheme is compared.
+    Without a configuration every scheme is compared. With --emitted MODEL is compiled as it is (in bfloat16 if --dtype
+    says nothing else) and quantized.
     """
     from olq_fx import cli_kernel_code, cli_kernels, cli_models
     from olq_fx.cost_model import architecture
 
+    _check_kernels(ctx, model, options)
+    if options["emitted"]:
+        return _emitted_kernels(ctx, str(model), architecture(arch), options)
     if options["code"]:
-        if model is not None or is_configured(ctx):
-            raise click.UsageError("--code shows the kernels of the library: it takes no MODEL and no configuration.")
         return cli_kernel_code.code(options["formats"], architecture(arch))
-    if model is None or options["formats"]:
-        raise click.UsageError("Missing argument 'MODEL'." if model is None else "--format goes with --code.")
     return cli_kernels.kernels(
-        model,
+        str(model),
         config_of(ctx) if is_configured(ctx) else None,
         architecture=architecture(arch),
         rows=cli_kernels.rows_from(options["rows"]),
@@ -320,6 +334,44 @@ def tune(ctx: click.Context, /, model: str | None, shapes: tuple[str, ...], **op
         rows = cli_kernels.rows_from(options["rows"] or "1,64,4096")
         problems = cli_tune.of_model(model, config, rows, dtype, options["strict"])
     return cli_tune.tune(problems, found)
+
+
+def _check_kernels(ctx: click.Context, model: str | None, options: Mapping[str, Any]) -> None:
+    """Refuse options of `kernels` that do not go together."""
+    if options["emitted"]:
+        wrong = [name for name in ("rows", "fused", "formats") if _is_given(ctx, name)]
+        if wrong:
+            raise click.UsageError(f"--emitted does not go with {', '.join(map(_FLAGS.__getitem__, wrong))}.")
+    else:
+        wrong = [name for name in ("inputs", "tokens", "blocks", "dump") if _is_given(ctx, name)]
+        if wrong or options["code"] is False:
+            raise click.UsageError(f"{', '.join(f'--{name}' for name in wrong) or '--no-code'} goes with --emitted.")
+    if options["code"] and not options["emitted"]:
+        if model is not None or is_configured(ctx):
+            raise click.UsageError("--code shows the kernels of the library: it takes no MODEL and no configuration.")
+    elif model is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    elif options["formats"]:
+        raise click.UsageError("--format goes with --code.")
+
+
+_FLAGS = {"rows": "--m", "fused": "--fused", "formats": "--format"}
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+def _emitted_kernels(ctx: click.Context, model: str, architecture: Any, options: Mapping[str, Any]) -> Answer:
+    from olq_fx import cli_emitted, cli_inputs, cli_models
+
+    found = cli_emitted.EmittedOptions(
+        tokens=cli_inputs.shape_from("1x128" if options["tokens"] is None else options["tokens"]),
+        dtype=cli_models.DTYPES["bfloat16" if options["dtype"] == "auto" else options["dtype"]],
+        code=options["code"] is not False,
+        **{name: options[name] for name in ("inputs", "blocks", "strict", "meta", "dump")},
+    )
+    return cli_emitted.kernels(model, config_of(ctx), architecture, found)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -2,12 +2,15 @@
 
 API:
     calls_from(source, model, options) -> Inputs(calls, perplexity, note)
+    first_call(source, model, inputs, shape) -> one call
     tokens_of_text(path, tokenizer, count) -> (1, T) tokens
+    shape_from(text) -> (sequences, tokens)
 """
 
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,18 @@ from torch import Tensor, nn
 from olq_fx.cli_models import Factory, Folder, call_named
 from olq_fx.comparison_runs import calls_of
 from olq_fx.configuration_sources import text_of_file
-from olq_fx.errors import ConfigurationError
+from olq_fx.errors import ConfigurationError, shown
 
 LARGEST_TEXT = 256 << 20
 """Bytes that a text may have: all of it is turned into tokens before the first ones are taken."""
 
 _RANDOM = (2, 64)
 """Sequences and tokens of random inputs."""
+
+_NO_INPUTS = (
+    "say what to run the model on: --inputs module:callable, a function that returns one call (a tensor, a tuple of "
+    "arguments, a dictionary of named ones) or a list of calls"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +66,41 @@ def calls_from(source: Folder | Factory, model: nn.Module, options: InputOptions
     if options.inputs is not None:
         return Inputs(calls_of(call_named(options.inputs, "--inputs")), None, "")
     if isinstance(source, Factory):
-        raise ConfigurationError(
-            "say what to run the model on: --inputs module:callable, a function that returns one call (a tensor, a "
-            "tuple of arguments, a dictionary of named ones) or a list of calls"
-        )
+        raise ConfigurationError(_NO_INPUTS)
     device = next(model.parameters()).device
     if options.text is None:
-        ids = _random_tokens(model, options.seed).to(device)
+        ids = _random_tokens(model, options.seed, _RANDOM).to(device)
         return Inputs([_call(model, ids)], None, "inputs are random tokens; --text FILE takes a text")
     tokens = tokens_of_text(Path(options.text), source.tokenizer(), options.tokens).to(device)
     windows: Any = _windows(tokens, options.window)
     calls = [_call(model, part) for part in windows.split(options.batch)]
     can_generate = getattr(model, "can_generate", None)
     return Inputs(calls, "input_ids" if can_generate is not None and can_generate() else None, "")
+
+
+def first_call(source: Folder | Factory, model: nn.Module, inputs: str | None, shape: tuple[int, int]) -> Any:
+    """One call: the first that `inputs` (`module:callable`) gives, or random tokens of this shape, on the CPU.
+
+    Raises:
+        ConfigurationError: there is nothing to run the model on.
+    """
+    if inputs is not None:
+        return calls_of(call_named(inputs, "--inputs"))[0]
+    if isinstance(source, Factory):
+        raise ConfigurationError(_NO_INPUTS)
+    return _call(model, _random_tokens(model, 0, shape))
+
+
+def shape_from(text: str) -> tuple[int, int]:
+    """Sequences and their tokens, as `--tokens 1x128` gives them.
+
+    Raises:
+        ConfigurationError: it is not written so.
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", text.strip())
+    if found is None:
+        raise ConfigurationError(f"--tokens takes sequences x tokens of each, such as 1x128, not {shown(text)}")
+    return int(found[1]), int(found[2])
 
 
 def tokens_of_text(path: Path, tokenizer: Any, count: int) -> Tensor:
@@ -102,13 +132,13 @@ def _windows(tokens: Tensor, window: int) -> Tensor:
     return tokens[0, : length // window * window].view(-1, window)
 
 
-def _random_tokens(model: nn.Module, seed: int) -> Tensor:
+def _random_tokens(model: nn.Module, seed: int, shape: tuple[int, int]) -> Tensor:
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text_config, "vocab_size", None)
     if "input_ids" not in inspect.signature(model.forward).parameters or not size:
         raise ConfigurationError("say what to run the model on: --inputs module:callable (it takes no tokens)")
-    return torch.randint(0, size, _RANDOM, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _call(model: nn.Module, ids: Tensor) -> dict[str, Any]:

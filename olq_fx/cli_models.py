@@ -59,9 +59,15 @@ class Folder:
 
     path: Path
 
-    def on_meta(self, dtype: torch.dtype | None) -> nn.Module:
-        """Build its architecture on the meta device; its weights are not read."""
+    def on_meta(self, dtype: torch.dtype | None, blocks: int | None = None) -> nn.Module:
+        """Build its architecture on the meta device, or only so many of its repeated blocks; no weights are read.
+
+        Raises:
+            ConfigurationError: its configuration has no number of blocks, or fewer.
+        """
         config, architecture = self._architecture()
+        if blocks is not None:
+            _shorten(config.get_text_config(), blocks)
         wanted = dtype or getattr(config, "dtype", None)
         with torch.device("meta"):
             model: nn.Module = _failing(f"build {self.path}", lambda: architecture(config))
@@ -103,6 +109,17 @@ class Folder:
             f"transformers {library.__version__} has no class for the architectures that {self.path / 'config.json'} "
             f"names: {shown(getattr(config, 'architectures', None))}; give MODEL as module:callable"
         )
+
+
+def _shorten(config: Any, blocks: int) -> None:
+    """Let a configuration of transformers have this many blocks."""
+    name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    there = getattr(config, name, None)
+    if not isinstance(there, int) or there < blocks:
+        raise ConfigurationError(f"--blocks {blocks}: the model has {there or 'no number of'} blocks ({name})")
+    setattr(config, name, blocks)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:blocks]
 
 
 def source_of(text: str) -> Folder | Factory:

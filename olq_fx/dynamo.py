@@ -9,7 +9,9 @@ is planned for the root module and converted (`sessions`), then the passes and t
 """
 
 import functools
+import itertools
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +58,8 @@ def backend(
         root: the module to whose tree the paths of patterns are relative, where blocks of it are compiled one by one;
             by default the module that is given to torch.compile.
         strict: whether a pattern that matches nothing is an error, or a warning.
-        dump_dir: a folder for the graphs before and after each pass.
+        dump_dir: a folder for the graphs before and after each pass; by default one of its own for each backend within
+            the folder that the environment variable OLQ_FX_DUMP names, if it names one.
         tuned: a tuned table, the path of one, or several in a list, which what it compiles follows on a GPU, in front
             of those in use where it is called (`olq_fx.use_tuned`).
         **keys: further keys of the configuration.
@@ -70,6 +73,18 @@ def backend(
     given: Iterable[Any] = () if tuned is None else tuned if isinstance(tuned, (list, tuple)) else (tuned,)
     parsed = QuantizationConfig.parse(config, **keys)
     return Backend(parsed, Inner.of(inner), root, strict, dump_dir, tables_of(given))
+
+
+DUMP = "OLQ_FX_DUMP"
+"""The environment variable that names a folder for dumps of all backends."""
+
+_DUMPING = itertools.count(1)
+
+
+def _folder_of_environment() -> Path | None:
+    """A folder for one backend of this process, where the environment asks for dumps."""
+    named = os.environ.get(DUMP, "").strip()
+    return Path(named) / f"process_{os.getpid()}_backend_{next(_DUMPING)}" if named else None
 
 
 class Backend:
@@ -94,7 +109,7 @@ class Backend:
         self.strict = strict
         self._inner = inner
         self._sessions = Sessions(config, strict, root)
-        self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._dump_dir = _folder_of_environment() if dump_dir is None else Path(dump_dir)
         self._tuned = tuned
         self._graphs = 0
         self._compiled: weakref.WeakValueDictionary[Any, Compiled] = weakref.WeakValueDictionary()

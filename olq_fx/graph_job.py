@@ -123,16 +123,23 @@ class GraphJob:
         values = [node.meta.get(VALUE) for node in _inputs(gm)] if live is None else live
         swapped = {weight.placeholder for weight in weights}
         gradients = _gradients(gm, (v for v, node in zip(values, _inputs(gm), strict=True) if node.name not in swapped))
-        records = pipeline.run(gm, Context(tuple(weights), gradients), dump_dir=self._next_dump())
+        folder = self._next_dump()
+        records = pipeline.run(gm, Context(tuple(weights), gradients), dump_dir=folder)
         self._report(records)
         steps = [self._step(node) for node in _inputs(gm)]
         inputs = [_input(node, step, live) for node, step in zip(_inputs(gm), steps, strict=True)]
-        return Variant(specs, positions, steps, self._compiled(gm, inputs))
+        return Variant(specs, positions, steps, self._compiled(gm, inputs, folder))
 
-    def _compiled(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compiled(self, gm: GraphModule, inputs: Sequence[Any], dump_dir: Path | None) -> Callable[..., Any]:
         try:
             return self._inner.compile(
-                gm, inputs, mode=self._mode, options=self._options, tag=self._sessions.tag, refuse=self._refuse
+                gm,
+                inputs,
+                mode=self._mode,
+                options=self._options,
+                tag=self._sessions.tag,
+                refuse=self._refuse,
+                dump_dir=dump_dir,
             )
         except OlqFxError:
             raise

@@ -6,6 +6,7 @@ Inner.of(name or callable) -> Inner;  inner.compile(gm, inputs, mode=None, optio
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest
 from olq_fx.kernels import fused_quantize, ops
 from olq_fx.late_decomposition import LateDecompositions
 from olq_fx.passes import pipeline
+from olq_fx.passes.dumps import Dumps, difference, operators_of
 
 _INDUCTOR = "inductor"
 
@@ -66,6 +68,7 @@ class Inner:
         options: dict[str, Any] | None = None,
         tag: str = "",
         refuse: Callable[[str, str, str], None] = lambda name, where, reason: None,
+        dump_dir: Path | None = None,
     ) -> Callable[..., Any]:
         """Compile a graph.
 
@@ -75,6 +78,7 @@ class Inner:
             mode, options: as given to torch.compile: Inductor's settings, or keywords of another compiler.
             tag: what else the compiled code depends on.
             refuse: is told what passes on the graph of aten operators refuse: the pass, where, and why.
+            dump_dir: a folder for these graphs before and after each pass.
         """
         if self.watch is not None:
             self.watch(gm)
@@ -82,11 +86,17 @@ class Inner:
             settings = {**torch_private.mode_options(mode), **(options or {})}
             late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions(), ops.stays_whole)
 
+            folders = (dump_dir and dump_dir / f"late_{number}" for number in itertools.count(1))
+
             def rewrite(graph: GraphModule) -> None:
-                for record in pipeline.run_late(graph):
+                dumps = Dumps(next(folders))
+                for record in pipeline.run_late(graph, dumps):
                     for reject in record.rejects:
                         refuse(record.name, reject.where, reject.reason)
-                late.expand(graph)
+                before = operators_of(graph) if dumps else {}
+                changed = late.expand(graph)
+                if dumps:
+                    dumps.add(graph, "decompose", changed, difference(before, operators_of(graph)))
 
             fused_quantize.prepare()
             found = torch_private.compile_inductor(

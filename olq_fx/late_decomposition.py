@@ -52,13 +52,16 @@ class LateDecompositions:
         """A table of decompositions that decline every call (NotImplemented)."""
         return dict.fromkeys(self._functions, _decline)
 
-    def expand(self, gm: GraphModule) -> None:
-        """Replace every call that is left in a graph of aten operators with fake values."""
+    def expand(self, gm: GraphModule) -> int:
+        """Replace every call that is left in a graph of aten operators with fake values; how many there were."""
+        replaced = 0
         for node in list(gm.graph.nodes):
             if node.op == "call_function" and node.target in self._functions and not self._stays(node):
                 traced = self._trace(node)
                 _store_once(node, traced.graph)
                 _replace(node, traced)
+                replaced += 1
+        return replaced
 
     def _stays(self, node: Node) -> bool:
         return self._whole(*torch.fx.node.map_arg(node.args, lambda each: each.meta[_VALUE]))

@@ -10,14 +10,27 @@ No GPU is needed. The program runs as it was emitted, but for its memory, which 
 calls of operators, which are those of CPU tensors.
 """
 
+import ast
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from olq_fx.inner import Inner
+from olq_fx.testing_gpu import (
+    PROGRAM_NAMES,
+    GpuCodeCompiled,
+    compile_plain,
+    emitted_program,
+    on_gpu,
+    undecorated_kernels,
+    without_machine_code,
+)
 from olq_fx.testing_graphs import calls_of
 from olq_fx.testing_interpreter import Interpreter
 from olq_fx.testing_machine_code import Compiler, MachineCode
@@ -39,6 +52,20 @@ _DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """A way to launch a kernel of loops, of those among which Inductor chooses by measuring, where there are several.
+
+    Attributes:
+        constants: by name, such as XBLOCK.
+        num_warps, num_stages: of a program.
+    """
+
+    constants: Mapping[str, int]
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EmittedKernel:
     """A Triton kernel that Inductor has written.
 
@@ -46,11 +73,14 @@ class EmittedKernel:
         name: of the function.
         source: the module that it stands in.
         capability: of the GPU.
+        ways: the ways to launch it, that which Inductor takes without measuring first; that of a template stands in
+            its source.
     """
 
     name: str
     source: str
     capability: int
+    ways: tuple[Launch, ...] = ()
 
     @property
     def is_template(self) -> bool:
@@ -64,11 +94,11 @@ class EmittedKernel:
         return int(found[1])
 
     def machine_code(self, compiler: Compiler, **constants: int) -> MachineCode:
-        """Compile it.
+        """Compile it as it is launched, by the first way where there are several.
 
         Args:
             compiler: the process that does.
-            constants: those that Inductor chooses when it launches, such as XBLOCK.
+            constants: instead of those that Inductor chooses, such as XBLOCK.
         """
         found: MachineCode = compiler.call(_compiled, self, constants)
         return found
@@ -83,17 +113,20 @@ class EmittedCode:
         inputs: what its `call` takes.
         capability: of the GPU.
         reasons: what passes on the graph of aten operators refused: the pass, the place, and why.
+        ways: the ways to launch each kernel, by its name.
     """
 
     source: str
     inputs: tuple[Any, ...]
     capability: int
     reasons: tuple[str, ...] = ()
+    ways: Mapping[str, tuple[Launch, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def kernels(self) -> tuple[EmittedKernel, ...]:
         """The Triton kernels, each once."""
-        return tuple(EmittedKernel(name, text, self.capability) for name, text in _KERNEL.findall(self.source))
+        found = _KERNEL.findall(self.source)
+        return tuple(EmittedKernel(name, text, self.capability, self.ways.get(name, ())) for name, text in found)
 
     @property
     def launches(self) -> tuple[str, ...]:
@@ -125,37 +158,52 @@ class Emitter(PythonProcess):
         """Compile a model for a GPU.
 
         Args:
-            build: a function in a module that returns a callable and its inputs, on the CPU.
+            build: a function in a module that returns a callable and its inputs, on the CPU or on meta.
             config: what `olq_fx.backend` takes; None is torch.compile without quantization.
             arguments: of `build`.
             capability: of the GPU, 90 for sm_90.
             dynamic: as for torch.compile.
         """
-        found: EmittedCode = self.call(_emitted, build, config, arguments, capability, dynamic)
+        found: EmittedCode = self.call(_built_and_emitted, build, config, arguments, capability, dynamic)
         return found
 
 
-def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: bool | None) -> EmittedCode:
+def _built_and_emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: bool | None) -> EmittedCode:
+    model, inputs = build(*arguments)
+    return emitted(model, inputs, config, capability, dynamic)
+
+
+def emitted(
+    model: Any,
+    inputs: Sequence[Any],
+    config: Any,
+    capability: int,
+    dynamic: bool | None = None,
+    dump_dir: str | Path | None = None,
+) -> EmittedCode:
+    """Compile a callable for a GPU. For the process of an `Emitter`.
+
+    Args:
+        model: a callable.
+        inputs: of it, on the CPU or on meta.
+        config, capability, dynamic: see `Emitter.emit`.
+        dump_dir: see `olq_fx.backend`.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: it cannot be captured as one graph.
+    """
     import olq_fx
     from olq_fx import torch_private
-    from olq_fx.inner import Inner
-    from olq_fx.testing_gpu import GpuCodeCompiled, compile_plain, on_gpu, without_machine_code
 
     torch.compiler.reset()
-    model, inputs = build(*arguments)
-    reasons: list[str] = []
-
-    def refuse(name: str, where: str, reason: str) -> None:
-        reasons.append(f"{name}: {where}: {reason}")
-
-    def compile_quantized(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return Inner.of("inductor").compile(gm, inputs, refuse=refuse)
-
     backend: Any = on_gpu(compile_plain, capability)
+    refused: list[str] = []
     if config is not None:
-        backend = olq_fx.backend(config, inner=on_gpu(compile_quantized, capability))
-    compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic)
+        inner: Any = _InnerForGpu("inductor", None, capability=capability, refused=refused)
+        backend = olq_fx.backend(config, inner=inner, dump_dir=dump_dir)
+    compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     given: list[Any] = []
+    ways: dict[str, tuple[Launch, ...]] = {}
 
     def call() -> None:
         try:
@@ -164,9 +212,37 @@ def _emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: 
         except GpuCodeCompiled as stopped:
             given.extend(stopped.args)
 
-    with without_machine_code():
+    def noted(name: str, configurations: Sequence[Any]) -> None:
+        ways[name] = tuple(Launch(dict(each.kwargs), each.num_warps, each.num_stages) for each in configurations)
+
+    with without_machine_code(noted):
         [source] = torch_private.inductor_sources(call)
-    return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(reasons))
+    return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(refused), ways)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _InnerForGpu(Inner):
+    """Inductor as the inner compiler, for a GPU that is not there.
+
+    Attributes:
+        capability: of the GPU.
+        refused: gets what passes on the graph of aten operators refuse.
+    """
+
+    capability: int
+    refused: list[str]
+
+    def compile(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **told: Any) -> Callable[..., Any]:
+        """Compile a graph of tensors that are elsewhere."""
+
+        def refuse(name: str, where: str, reason: str) -> None:
+            self.refused.append(f"{name}: {where}: {reason}")
+
+        def compile_moved(graph: torch.fx.GraphModule, moved: Sequence[Any]) -> Any:
+            return Inner.compile(self, graph, moved, **{**told, "refuse": refuse})
+
+        compiled: Callable[..., Any] = on_gpu(compile_moved, self.capability)(gm, inputs)
+        return compiled
 
 
 def _plain(value: Any) -> Any:
@@ -178,19 +254,31 @@ def _plain(value: Any) -> Any:
 
 def run_program(source: str, inputs: Sequence[Any]) -> list[Any]:
     """Run an emitted program on CPU tensors. For the process of an `Interpreter`."""
-    from olq_fx.testing_gpu import PROGRAM_NAMES, emitted_program
+    with program(source, _Interpreted, "cpu") as namespace:
+        return list(namespace["call"](list(inputs)))
+
+
+@contextlib.contextmanager
+def program(source: str, kernel: Callable[[str, str], Any], device: str) -> Iterator[dict[str, Any]]:
+    """The names of an emitted module, whose `call` can be called within.
+
+    Args:
+        source: the module.
+        kernel: makes what is launched (by `run`) of a kernel's name and source.
+        device: where the program allocates.
+    """
 
     for name, instead in PROGRAM_NAMES.items():
         source = source.replace(name, instead)
     namespace: dict[str, Any] = {
         "__name__": "emitted_program",
-        "_new_memory": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        "_new_memory": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device),
         "_any_layout": lambda *args: None,
         "get_raw_stream": lambda index: 0,
     }
-    with emitted_program(_Interpreted):
+    with emitted_program(kernel):
         exec(compile(source, "emitted_program", "exec"), namespace)
-        return list(namespace["call"](list(inputs)))
+        yield namespace
 
 
 class _Interpreted:
@@ -225,7 +313,6 @@ def _module_of(name: str, text: str) -> Any:
     """The module of an emitted kernel; Triton reads the text of a kernel from its file."""
     import importlib.util
     import tempfile
-    from pathlib import Path
 
     folder = Path(tempfile.mkdtemp(prefix="emitted_"))
     path = folder / f"{name}.py"
@@ -243,25 +330,34 @@ def _module_of(name: str, text: str) -> Any:
 
 
 def _compiled(kernel: EmittedKernel, constants: dict[str, int]) -> MachineCode:
-    from olq_fx.testing_gpu import undecorated_kernels
     from olq_fx.testing_machine_code import machine_code
 
-    found = re.search(r"'signature': (\{.*?\})", kernel.source)
-    assert found is not None
-    signature: dict[str, str] = eval(found[1])  # of a literal that Inductor wrote
+    signature: dict[str, str] = _literal("signature", kernel)
+    fixed: dict[str, Any] = _literal("constants", kernel)  # an extent of 1
     with undecorated_kernels():
         function = _module_of(kernel.name, kernel.source).__dict__[kernel.name]
     # A symbolic extent is a number that no power of two divides, as Inductor takes it for.
     args = [_argument(kind) for kind in signature.values() if kind != "constexpr"]
+    chosen = kernel.ways[0] if kernel.ways and not kernel.is_template else None
+    if chosen is None:
+        chosen = Launch({}, kernel.number("num_warps"), kernel.number("num_stages"))
+    values = {**fixed, **chosen.constants, **constants}
     return machine_code(
         function,
         args,
-        constants,
+        {name: value for name, value in values.items() if name in function.arg_names},
         kernel.capability,
-        num_warps=kernel.number("num_warps"),
-        num_stages=kernel.number("num_stages"),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
         enable_fp_fusion=False,
     )
+
+
+def _literal(name: str, kernel: EmittedKernel) -> Any:
+    """A dictionary of what Inductor notes beside a kernel."""
+    found = re.search(rf"'{name}': (\{{.*?\}})", kernel.source)
+    assert found is not None, f"{kernel.name} has no {name}"
+    return ast.literal_eval(found[1])
 
 
 def _argument(kind: str) -> Any:

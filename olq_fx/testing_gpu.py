@@ -10,6 +10,7 @@ process that has no GPU to use afterwards. Beside `torch_private` the only modul
 import contextlib
 import operator
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -123,7 +124,9 @@ def pretend_cuda(capability: int) -> Iterator[None]:
 
 
 def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., Any]:
-    """A backend that compiles a graph of CPU tensors as if they were on a GPU; the result raises `GpuCodeCompiled`.
+    """A backend that compiles a graph as if its tensors were on a GPU; the result raises `GpuCodeCompiled`.
+
+    They are on the CPU, or on meta.
 
     Args:
         compile_graph: takes the graph and its inputs, which are fake CUDA tensors here.
@@ -147,20 +150,26 @@ def on_gpu(compile_graph: Callable[..., Any], capability: int) -> Callable[..., 
 
 
 def _onto_gpu(gm: torch.fx.GraphModule) -> None:
-    """Let a graph that was captured on the CPU make its tensors on the GPU, and take parts of them by operators.
+    """Let a graph that was captured elsewhere make its tensors on the GPU, and ask the device itself for nothing.
 
-    Dynamo writes the device of a tensor out as a constant. Python's brackets ask for the device itself.
+    Dynamo writes the device of a tensor out as a constant. Python's brackets and `contiguous` ask for the device, and
+    attention for what it can do.
     """
     for node in gm.graph.nodes:
         node.args = tuple(map(_device, node.args))
         node.kwargs = {name: _device(value) for name, value in node.kwargs.items()}
         if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
             node.target = indexed
+        if node.op == "call_method" and node.target == "contiguous":
+            node.op, node.target = "call_function", torch.ops.aten.contiguous.default
+        if node.target is torch.nn.functional.scaled_dot_product_attention:
+            node.target = attended
     gm.recompile()
 
 
 def _device(value: Any) -> Any:
-    return torch.device("cuda", 0) if value == torch.device("cpu") else value
+    plain = isinstance(value, torch.device) and value.type in ("cpu", "meta")
+    return torch.device("cuda", 0) if plain else value
 
 
 def indexed(x: Any, index: Any) -> Any:
@@ -191,6 +200,43 @@ def indexed(x: Any, index: Any) -> Any:
     return aten.index.Tensor(x, tensors) if tensors else x
 
 
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention by the operator that torch chooses on such a GPU, where it asks the device.
+
+    Flash attention where there is no mask; with a mask the memory-efficient one, whose mask is a sum; what neither
+    takes is written out.
+    """
+    aten = torch.ops.aten
+    heads_alike = query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    narrow = query.dtype in (torch.float16, torch.bfloat16)
+    found: torch.Tensor
+    if attn_mask is None and narrow and heads_alike and query.shape[-1] <= 256:
+        flash = aten._scaled_dot_product_flash_attention
+        found = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return found
+    if heads_alike and query.shape[1] == key.shape[1]:
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                zero = torch.zeros((), dtype=query.dtype, device=query.device)
+                attn_mask = torch.where(attn_mask, zero, -torch.inf)
+            attn_mask = aten.expand(attn_mask, [*query.shape[:-1], key.shape[-2]])
+        efficient = aten._scaled_dot_product_efficient_attention
+        found = efficient(query, key, value, attn_mask, False, dropout_p, is_causal, scale=scale)[0]
+        return found
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 def _moved(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -212,11 +258,19 @@ def compile_plain(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def without_machine_code() -> Iterator[None]:
-    """Within it, Inductor writes kernels and does not compile them."""
+def without_machine_code(note: Callable[[str, Sequence[Any]], None]) -> Iterator[None]:
+    """Within it, Inductor writes kernels and does not compile them.
+
+    Args:
+        note: is told the name of each kernel, and the configurations of Triton's among which Inductor would choose.
+    """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    with mock.patch.object(CachingAutotuner, "precompile"):
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        note(kernel.fn.__name__, kernel.configs)
+
+    with mock.patch.object(CachingAutotuner, "precompile", noted), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TensorFloat32")  # advice on what is not run
         yield
 
 

@@ -428,6 +428,26 @@ def inductor_sources(compiled: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return found
 
 
+# Trees
+
+
+def split_tensors(value: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """The tensors in nested arguments or results, and a function that puts others in their places."""
+    from torch.utils import _pytree
+
+    leaves, structure = _pytree.tree_flatten(value)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def joined(tensors: Sequence[torch.Tensor]) -> Any:
+        found: list[Any] = list(rest)
+        for place, tensor in zip(places, tensors, strict=True):
+            found[place] = tensor
+        return _pytree.tree_unflatten(found, structure)
+
+    return [leaves[place] for place in places], joined
+
+
 # Graphs
 
 

@@ -5,10 +5,9 @@
 Passes know nothing of one another. A new one is a file, a line here and a test.
 """
 
-import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -18,9 +17,10 @@ from olq_fx.passes.annotate import Annotate
 from olq_fx.passes.base import Context, Pass, Reject
 from olq_fx.passes.canonicalize import Canonicalize
 from olq_fx.passes.clean_up import CleanUp
+from olq_fx.passes.dumps import Dumps, difference, operators_of
 from olq_fx.passes.fuse_quantize import FuseQuantize
 from olq_fx.passes.fuse_residual import FuseResidual
-from olq_fx.passes.fxtools import target_name, value_of
+from olq_fx.passes.fxtools import value_of
 from olq_fx.passes.open_attention import OpenAttention
 from olq_fx.passes.share_quantization import ShareQuantization
 from olq_fx.passes.swap import Swap
@@ -71,40 +71,43 @@ def run(gm: GraphModule, context: Context, *, dump_dir: Path | None = None) -> t
     Raises:
         AssertionError: a pass left a malformed graph, or other results in shape or dtype.
     """
-    _dump(gm, dump_dir, 0, "before")
-    records = []
-    for number, make in enumerate(PASSES, start=1):
-        records.append(run_one(gm, make(context)))
-        _dump(gm, dump_dir, number, records[-1].name)
+    records = _run_each(gm, [make(context) for make in PASSES], Dumps(dump_dir))
     gm.recompile()
-    return tuple(records)
+    return records
 
 
-def run_late(gm: GraphModule) -> tuple[PassRecord, ...]:
+def run_late(gm: GraphModule, dumps: Dumps | None = None) -> tuple[PassRecord, ...]:
     """Run the late passes on a graph of aten operators, in place.
+
+    Args:
+        gm: the graph.
+        dumps: gets the graph before the first and after each pass.
 
     Raises:
         AssertionError: a pass left a malformed graph, or other results in shape or dtype.
     """
-    return tuple(run_one(gm, make()) for make in LATE_PASSES)
+    return _run_each(gm, [make() for make in LATE_PASSES], dumps or Dumps(None))
+
+
+def _run_each(gm: GraphModule, steps: Sequence[Pass], dumps: Dumps) -> tuple[PassRecord, ...]:
+    dumps.begin(gm)
+    records = []
+    for step in steps:
+        record = run_one(gm, step)
+        dumps.add(gm, record.name, record.changed, record.operators, record.rejects)
+        records.append(record)
+    return tuple(records)
 
 
 def run_one(gm: GraphModule, step: Pass) -> PassRecord:
     """Run one pass and verify the graph: well formed, results of the same shapes and dtypes."""
-    operators, results = _operators(gm), _results(gm)
+    operators, results = operators_of(gm), _results(gm)
     begin = time.perf_counter()
     outcome = step(gm)
     seconds = time.perf_counter() - begin
     gm.graph.lint()
     assert _results(gm) == results, f"{step.name} changed the results from {results} to {_results(gm)}"
-    after = _operators(gm)
-    names = sorted(name for name in {*after, *operators} if after[name] != operators[name])
-    difference = {name: after[name] - operators[name] for name in names}
-    return PassRecord(step.name, outcome.changed, outcome.rejects, seconds, difference)
-
-
-def _operators(gm: GraphModule) -> collections.Counter[str]:
-    return collections.Counter(target_name(node) for node in gm.graph.nodes if node.op.startswith("call_"))
+    return PassRecord(step.name, outcome.changed, outcome.rejects, seconds, difference(operators, operators_of(gm)))
 
 
 def _results(gm: GraphModule) -> list[tuple[object, ...]]:
@@ -114,10 +117,3 @@ def _results(gm: GraphModule) -> list[tuple[object, ...]]:
         value = value_of(node)
         found.append((tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value,))
     return found
-
-
-def _dump(gm: GraphModule, folder: Path | None, number: int, name: str) -> None:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = gm.print_readable(print_output=False) if number == 0 else str(gm.graph)
-        (folder / f"{number:02}_{name}.txt").write_text(text)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 PLAN = ("plan", "cases:stack")
 KERNELS = ("kernels", "cases:stack")
 TUNE = ("tune", "--shape", "5x256x256", "--scheme", "int8", "--arch", "sm_80", "--candidates", "2")
+EMITTED = (*KERNELS, "--emitted")
 COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0")
 
 
@@ -144,6 +145,17 @@ def test_what_works(olq, arguments, said):
         ((*KERNELS, "-q", "fp8", "--quantization-config.ignore", "typo"), 2, "typo"),
         ((*KERNELS, "--format", "mxfp8"), 2, "--format goes with --code"),
         ((*KERNELS, "--code"), 2, "takes no MODEL"),
+        ((*KERNELS, "--no-code"), 2, "--no-code goes with --emitted"),
+        ((*KERNELS, "--dump", "there", "--tokens", "1x8"), 2, "--tokens, --dump goes with --emitted"),
+        (("kernels", "--emitted", "-q", "fp8"), 2, "MODEL"),
+        ((*EMITTED, "--inputs", "cases:inputs"), 2, "--quantization NAME"),
+        ((*EMITTED, "-q", "fp9"), 2, "did you mean 'fp8'"),
+        ((*EMITTED, "-q", "fp8", "--m", "1", "--fused"), 2, "does not go with --m, --fused"),
+        ((*EMITTED, "-q", "fp8", "--format", "mxfp8"), 2, "does not go with --format"),
+        ((*EMITTED, "-q", "fp8", "--tokens", "128"), 2, "such as 1x128, not '128'"),
+        ((*EMITTED, "-q", "fp8", "--blocks", "1"), 2, "--blocks goes with a folder"),
+        ((*EMITTED, "-q", "fp8", "--dump", os.curdir), 2, "is not empty"),
+        ((*EMITTED, "-q", "fp8", "--dump", "cases.py"), 2, "File exists"),
         (("kernels", "--code", "-q", "fp8"), 2, "takes no MODEL"),
         (("kernels", "--code", "--format", "mxfp9"), 2, "did you mean 'mxfp8'"),
         (("kernels", "--code", "--format", "fp8_per_block_static_128x32"), 2, "no kernel knows the format"),

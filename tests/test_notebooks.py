@@ -16,7 +16,8 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["01_quickstart", "02_configuration", "03_numerics_and_kernels"]
+    names = ["01_quickstart", "02_configuration", "03_numerics_and_kernels", "04_fusion"]
+    assert [path.stem for path in NOTEBOOKS] == names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

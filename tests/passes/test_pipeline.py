@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from olq_fx.passes import pipeline
-from olq_fx.passes.base import Context, PassResult
+from olq_fx.passes.base import Context, PassResult, Reject
+from olq_fx.passes.dumps import Dumps
 from olq_fx.passes.fxtools import MADE, VALUE
 
 
@@ -97,6 +98,30 @@ def test_dumps_are_numbered_and_hold_no_values(block, tmp_path: Path):
     assert len(names) == len(pipeline.PASSES) + 1
     assert "quantized_linear" in (tmp_path / "graphs" / names[-1]).read_text()
     assert "quantized_linear" not in (tmp_path / "graphs" / names[0]).read_text()
+
+
+def test_dumps_say_which_operators_there_are_more_and_fewer(block, tmp_path: Path):
+    records = pipeline.run(block.gm, block.context("mxfp8", "mxfp8"), dump_dir=tmp_path)
+    before, *after = (path.read_text().partition("\n\n")[0].splitlines() for path in sorted(tmp_path.iterdir()))
+    assert before[0] == f"# before: {sum(int(line.split()[1]) for line in before[1:])} calls"
+    for lines, record in zip(after, records, strict=True):
+        assert lines[0] == f"# {record.name}: {record.changed} places changed"
+        found = {line.split()[2]: int(line.split()[1]) for line in lines[1:] if line[2] == " "}
+        assert found == record.operators
+
+
+def test_dumps_hold_what_was_refused(block, tmp_path: Path):
+    dumps = Dumps(tmp_path)
+    dumps.add(block.gm, "nothing", 0, {}, [Reject("a.layer", "it is red")])
+    [path] = tmp_path.iterdir()
+    assert path.read_text().startswith("# nothing: 0 places changed\n# refused: a.layer: it is red\n\ngraph():")
+
+
+def test_no_folder_no_dumps(block):
+    dumps = Dumps(None)
+    dumps.begin(block.gm)
+    dumps.add(block.gm, "nothing", 0, {})
+    assert not dumps
 
 
 @dataclasses.dataclass(frozen=True)
