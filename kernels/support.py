@@ -54,6 +54,8 @@ def why_not(capability: int | None = None) -> str:
     """
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton"
+    if torch.version.hip is not None:
+        return "needs a GPU of NVIDIA's"
     if capability is None:
         capability = capability_of(None) if torch.cuda.is_available() else _LEAST
     return "" if capability >= _LEAST else f"needs compute capability 8.0, the GPU has {capability / 10}"

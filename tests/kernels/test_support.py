@@ -111,3 +111,14 @@ def test_the_native_kernels_leave_float64_to_the_reference_in_the_plan_too():
     assert "native_cpu: computes in float32, bfloat16 and float16, not float64" in choice.reason
     assert native.refusal(torch.bfloat16) == native.refusal(None) == ""
     assert "not float64" in registry.refusal("native_cpu", "linear", "mxfp4", "mxfp4", 64, 64, "cpu", torch.float64)
+
+
+def test_amd_gpus_are_left_to_the_reference(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    support.why_not.cache_clear()
+    try:
+        assert support.why_not(90) == "needs a GPU of NVIDIA's"
+    finally:
+        monkeypatch.undo()
+        support.why_not.cache_clear()
+    assert support.why_not(90) == ""
