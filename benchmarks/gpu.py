@@ -24,7 +24,9 @@ from xml.etree import ElementTree
 import torch
 from demo_common import CONSOLE, RESULTS, give_up, table, version
 from gpu_parts import NOTES, PARTS
-from gpu_timing import COLUMNS, CudaTimer, Figure, Measured, Timer, measure_all
+from gpu_timing import COLUMNS, Figure, Measured, measure_all
+
+from olq_fx.gpu_timing import CudaTimer, Timer
 
 ROOT = Path(__file__).parent.parent
 TESTS = "tests"

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from gpu_timing import Entry, Run
 from torch import Tensor
 
 from olq_fx import numerics
 from olq_fx.formats import Format, get_format
+from olq_fx.gpu_timing import Entry, Run
 
 DEVICE = "cuda"
 COPY = "torch copy"

@@ -8,12 +8,13 @@ from typing import Any
 import gpu_data as data
 import torch
 from gpu_products import grouped_part, products_part
-from gpu_timing import Comparison, Entry, Run, Target
+from gpu_timing import Comparison, Target
 from torch import Tensor
 
 from olq_fx import numerics
 from olq_fx.cost_model import input_reads
 from olq_fx.formats import FORMATS, Format
+from olq_fx.gpu_timing import Entry, Run
 from olq_fx.kernels import reference
 from olq_fx.testing import assert_same_bits
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import gpu_data as data
 import torch
-from gpu_timing import Comparison, Entry, Run, Target
+from gpu_timing import Comparison, Target
 from torch import Tensor
 
 from olq_fx import numerics
 from olq_fx.formats import FORMATS, get_format
+from olq_fx.gpu_timing import Entry, Run
 from olq_fx.kernels import reference
 
 LARGE = (4096, 7168, 16384)
@@ -30,6 +31,7 @@ OF_EXPERTS = (4096, 7168)
 
 FEW = (1, 16, 64)
 ORIGINAL = "torch bf16 matmul"
+TILES = "olq_fx, a program for each tile"
 _ROW, _BLOCK, _BASELINE, _FEW_8_BIT, _FEW_4_BIT = 0.95, 1000.0, 1.3, 0.75, 0.65
 """Targets: ratios to `_scaled_mm` by row, TFLOP/s by block and ratio to the baseline, shares of the bandwidth."""
 
@@ -78,16 +80,23 @@ class Product:
     def output(self) -> Tensor:
         return torch.empty(self.m, self.n, dtype=torch.bfloat16, device=data.DEVICE)
 
-    def calls(self, x: list[Tensor], weight: list[Tensor], out: Tensor) -> list[Any]:
-        """Our kernels."""
-        module = importlib.import_module("olq_fx.kernels.triton_product")
-        found: list[Any] = module.product_calls(
-            x, self.activation, weight, self.weight, self.k, out, bias=None, capability=data.capability()
-        )
+    def calls(self, x: list[Tensor], weight: list[Tensor], out: Tensor, tiles: bool = False) -> list[Any]:
+        """Our kernels; those of `tiles` instead of the form for one row or for many."""
+        module, capability = importlib.import_module("olq_fx.kernels.triton_product"), data.capability()
+        args, blocking = (x, self.activation, weight, self.weight, self.k, out), None
+        if tiles:
+            a, b = module.operand_of(x, self.activation), module.operand_of(weight, self.weight)
+            instruction = module.instruction_of(a, b, self.k, capability)
+            blocking = module.tile_blocking_of(self.m, self.n, self.k, a, b, instruction, capability)
+        found: list[Any] = module.product_calls(*args, bias=None, capability=capability, blocking=blocking)
         return found
 
     def ours(self) -> Entry:
         return self.entry("olq_fx", lambda x, weight: data.launching(self.calls(x, weight, self.output())))
+
+    def tiles(self) -> Entry:
+        """What the form for one row or for many is to be better than."""
+        return self.entry(TILES, lambda x, weight: data.launching(self.calls(x, weight, self.output(), tiles=True)))
 
     def original(self) -> Entry:
         def make(number: int) -> Run:
@@ -111,7 +120,13 @@ class Product:
 def products_part() -> Iterator[Callable[[], Comparison]]:
     """Many rows against cuBLASLt, the baseline and bfloat16; few rows against the bandwidth of a copy."""
     yield from (row_comparison, tensor_comparison, block_comparison, int8_comparison)
-    for weight, activation in (("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4_per_token")):
+    for weight, activation in (
+        ("mxfp8", "mxfp8"),
+        ("mxfp4", "mxfp4"),
+        ("nvfp4", "nvfp4_per_token"),
+        ("mxfp4", "mxfp8"),
+        ("mxfp8", "mxfp4"),
+    ):
         yield functools.partial(_against_original, Product(weight, activation, *LARGE))
     for name, format in FORMATS.items():
         if format.weight:
@@ -137,7 +152,7 @@ def row_comparison() -> Comparison:
         right, scales = weight[0].T, (x[1], weight[1].T)
         return lambda: compiled(x[0], right, *scales)
 
-    peers = (product.entry(peer, make), product.entry("Inductor, max-autotune", templates))
+    peers = (product.entry(peer, make), product.entry("Inductor, max-autotune", templates), product.tiles())
     return _against_original(product, peers, [Target(_ROW, peer)])
 
 
@@ -166,7 +181,7 @@ def block_comparison() -> Comparison:
         out = product.output()
         return lambda: multiply(x[0], weight[0], x[1], weight[1], out)
 
-    peers = (product.entry(peer, make), product.entry(baseline, plain))
+    peers = (product.entry(peer, make), product.entry(baseline, plain), product.tiles())
     return _against_original(product, peers, [Target(_BLOCK), Target(_BASELINE, baseline)])
 
 
@@ -176,7 +191,7 @@ def int8_comparison() -> Comparison:
     def make(x: list[Tensor], weight: list[Tensor]) -> Run:
         return lambda: torch._int_mm(x[0], weight[0].T)  # without the scales
 
-    return _against_original(product, [product.entry("torch._int_mm", make)])
+    return _against_original(product, [product.entry("torch._int_mm", make), product.tiles()])
 
 
 def _scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
@@ -187,6 +202,8 @@ def few_rows_comparison(product: Product) -> Comparison:
     """Rates are bytes of the quantized layer, so that the share of the bandwidth of a copy is a ratio of rates."""
     format = get_format(product.weight)
     peers = [data.copy_entry(product.bytes), product.original()]
+    if product.m == 1:
+        peers.append(product.tiles())
     if not product.activation and product.weight in _LIBRARIES:
         peers += [_library_entry(product, name) for name in _LIBRARIES[product.weight]]
     share = _FEW_4_BIT if format.packed else _FEW_8_BIT

@@ -1,39 +1,18 @@
-"""How kernels are timed on a GPU and compared with peers; what may be timed is in `gpu_parts`.
+"""How kernels are compared with peers on a GPU; what may be timed is in `gpu_parts`, what times is `olq_fx.gpu_timing`.
 
-Each entry is captured in a CUDA graph that calls it on one copy of its data after the other, more of them than the L2
-cache holds. Entries of one comparison are measured in turn, and medians are compared. What times an entry is given from
-outside (`Timer`), so that all else can be tested without a GPU.
+Entries of one comparison are measured in turn, and medians are compared. What times an entry is given from outside
+(`Timer`), so that all else can be tested without a GPU.
 """
 
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-Run = Callable[[], object]
+from olq_fx.gpu_timing import Entry, Timer
 
 _SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """Something to measure.
-
-    Attributes:
-        name: unique in its comparison.
-        make: from the number of a copy to a call on data of its own, which it allocates.
-        work: of one call, in bytes or in operations as the unit of the comparison has it. Entries that do the same
-            have the same, so that a ratio of rates is one of times.
-        touched: bytes of data that one call uses, by which copies are counted.
-    """
-
-    name: str
-    make: Callable[[int], Run]
-    work: int
-    touched: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,62 +86,6 @@ class Figure:
 
 
 COLUMNS = ("what", "entry", "us", "rate", "peer", "ratio of rates", "target")
-
-
-class Timer(Protocol):
-    """Prepares an entry once and times it as often as asked."""
-
-    def prepare(self, entry: Entry) -> Callable[[], float]:
-        """A function that gives the seconds of one call."""
-        ...
-
-
-class CudaTimer:
-    """CUDA graphs over rotated copies of the data."""
-
-    def __init__(self, most: int = 64) -> None:
-        """`most`: copies of the data of one entry, where it is small."""
-        self._cache: int = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._most = most
-
-    def copies(self, entry: Entry) -> int:
-        """How many copies of its data are three times as large as the L2 cache."""
-        return copies_of(entry.touched, self._cache, self._most)
-
-    def prepare(self, entry: Entry) -> Callable[[], float]:
-        runs = [entry.make(number) for number in range(self.copies(entry))]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # the first call compiles, or chooses an algorithm
-                runs[0]()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for run in runs:
-                run()
-        graph.replay()
-        torch.cuda.synchronize()
-
-        def seconds() -> float:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            return float(start.elapsed_time(stop)) / 1e3 / len(runs)
-
-        return seconds
-
-
-def copies_of(size: int, cache: int, most: int) -> int:
-    """How many copies of `size` bytes exceed three times the cache: at least two, at most `most`.
-
-    >>> copies_of(10, 50, 64), copies_of(1000, 50, 64), copies_of(1, 50, 64)
-    (16, 2, 64)
-    """
-    return max(2, min(most, 3 * cache // max(size, 1) + 1))
 
 
 @dataclasses.dataclass(frozen=True)

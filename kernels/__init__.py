@@ -10,7 +10,11 @@
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.
-- `triton_matmul`: Triton kernels that multiply; `triton_product` chooses instruction and tiles, and launches them.
+- `blocking`: how a product is cut into programs, as a value.
+- `triton_operands`: tiles of quantized operands, loaded and decoded, as functions of Triton's language.
+- `triton_matmul`: Triton kernels that multiply; `triton_gemv`: one row of activations, without a matrix instruction;
+  `triton_persistent`: many rows, one tile after the other. `triton_product` chooses instruction, form and tiles, and
+  launches them.
 - `triton_chain`: a Triton kernel for linear -> chain -> quantization; `triton_linear_chain` launches it.
 - `fused_quantize`: an operator for a quantization with what leads up to it; `template_lowering` makes one Triton kernel
   of it where Inductor compiles for a GPU, by the text in `template_sources`.
@@ -23,6 +27,12 @@
   launches them.
 - `triton_grouped`: Triton kernels that multiply the rows of each expert by its weight, and what is between two such.
 - `triton_calls`: a launch of a Triton kernel as a value, to be run or to be compiled for a GPU that is not there.
-- `triton_catalog`: every launch that ships, by name: for tables of machine code.
+- `triton_catalog`: every launch that ships, by name: for tables of machine code; `triton_catalog_layers` lists those
+  around products, `triton_entries` is what both are made of.
+- `support`: which calls the Triton kernels take, one function a family; `registry` and `triton_ops` ask it.
+- `blocking`: how a product is cut into programs; `tuned_problem`: for what, and which blockings give right numbers.
+- `tuned_tables`: tables of tuned blockings, and which are in use; `tuned_json` reads and writes them, `tuned/` holds
+  those that ship; `kernel_sources` says with which kernels a table was made.
+- `triton_candidates`: the blockings that are worth a try; `tuned_launches` makes operands and launches of a problem.
 - `registry`: which of them runs a layer, with the reason.
 """

@@ -106,6 +106,13 @@ def why_not() -> str:
     return _LOADER.get().reason
 
 
+def refusal(dtype: torch.dtype | None) -> str:
+    """Why these kernels leave a product with results of `dtype` to the reference; "" if they do not (None: unknown)."""
+    if dtype is None or dtype in _DTYPES:
+        return ""
+    return f"computes in float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+
+
 def _library(kernel: str) -> ctypes.CDLL | None:
     """The native kernels, if they are there and no other kernel is asked for."""
     return _LOADER.get().library if kernel in ("", NAME) else None

@@ -7,13 +7,15 @@ product runs it; the reference supports everything and is last.
 import dataclasses
 from collections.abc import Callable
 
+import torch
+
 from olq_fx.formats import get_format
-from olq_fx.kernels import native, triton_ops
+from olq_fx.kernels import native, support, triton_ops
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """What is multiplied: (M, K) activations with an (N, K) weight, M being unknown."""
+    """What is multiplied: (M, K) activations with an (N, K) weight, M being unknown; `dtype` too where it is None."""
 
     kind: str
     weight_format: str
@@ -21,6 +23,7 @@ class Product:
     n: int
     k: int
     device_type: str
+    dtype: torch.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +63,13 @@ class KernelChoice:
 
 
 def select(
-    kind: str, weight_format: str, activation_format: str | None, n: int, k: int, device_type: str
+    kind: str,
+    weight_format: str,
+    activation_format: str | None,
+    n: int,
+    k: int,
+    device_type: str,
+    dtype: torch.dtype | None = None,
 ) -> KernelChoice:
     """The kernel for one planned layer.
 
@@ -71,8 +80,9 @@ def select(
         n: output features.
         k: input features.
         device_type: `cpu`, `cuda`, ... as `torch.device.type` has it.
+        dtype: original precision; None where it is unknown.
     """
-    product = Product(kind, weight_format, activation_format or "", n, k, device_type)
+    product = Product(kind, weight_format, activation_format or "", n, k, device_type, dtype)
     reasons: list[str] = []
     # Kernels for other devices are no reason where there are some for this one.
     free = [kernel for kernel in KERNELS if not kernel.asked_for]
@@ -86,7 +96,14 @@ def select(
 
 
 def refusal(
-    name: str, kind: str, weight_format: str, activation_format: str | None, n: int, k: int, device_type: str
+    name: str,
+    kind: str,
+    weight_format: str,
+    activation_format: str | None,
+    n: int,
+    k: int,
+    device_type: str,
+    dtype: torch.dtype | None = None,
 ) -> str:
     """Why the kernel called `name` cannot run a planned layer; "" if it can. The other arguments are those of `select`.
 
@@ -94,24 +111,28 @@ def refusal(
     """
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
     devices = ("cpu", "cuda") if device_type == "meta" else (device_type,)
-    reasons = [kernel.refusal(Product(kind, weight_format, activation_format or "", n, k, one)) for one in devices]
+    products = [Product(kind, weight_format, activation_format or "", n, k, one, dtype) for one in devices]
+    reasons = [kernel.refusal(product) for product in products]
     return "" if "" in reasons else reasons[0]
 
 
 def _native_cpu(product: Product) -> str:
-    return _not_linear(product) or native.why_not()
+    return _not_linear(product) or native.refusal(product.dtype) or native.why_not()
 
 
-def _triton(product: Product) -> str:
-    return _not_linear(product) or triton_ops.why_not()
+def _triton(product: Product, fast_accum: bool = False) -> str:
+    asked = support.product(
+        product.weight_format,
+        product.activation_format,
+        dtype=product.dtype,
+        activation_dtype=product.dtype,
+        fast_accum=fast_accum,
+    )
+    return _not_linear(product) or asked.reason
 
 
 def _fast_accum(product: Product) -> str:
-    for name in (product.weight_format, product.activation_format):
-        found = get_format(name) if name else None
-        if found is None or found.element != "e4m3" or found.scale != "float32" or found.group[1] is not None:
-            return "multiplies float8 by float8 with scales by tensor or by row only"
-    return _triton(product)
+    return _triton(product, fast_accum=True)
 
 
 def _not_linear(product: Product) -> str:

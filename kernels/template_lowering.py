@@ -12,6 +12,7 @@ import torch
 
 from olq_fx import numerics, torch_templates
 from olq_fx.formats import Format, get_format
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.fused_quantize import Body, Plain, Product, body_of, fused_quantize
 from olq_fx.kernels.template_sources import (
     PRODUCT_IMPORTS,
@@ -22,7 +23,7 @@ from olq_fx.kernels.template_sources import (
     row_source,
 )
 from olq_fx.kernels.triton_linear_chain import Chain, chain_blocking
-from olq_fx.kernels.triton_product import Blocking, Operand, constants_of, instruction_of, operand_of
+from olq_fx.kernels.triton_product import Operand, constants_of, instruction_of, operand_of
 from olq_fx.kernels.triton_quantize import by_row, coarse_columns
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

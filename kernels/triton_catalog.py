@@ -9,54 +9,38 @@ A family of kernels joins by a function from a compute capability to its entries
 is launched and nothing compiled here; shapes are large and multiples of 16, as those of models are.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from olq_fx import numerics
 from olq_fx.formats import FORMATS, Format, block_formats, get_format
-from olq_fx.kernels.triton_calls import Call
-from olq_fx.kernels.triton_linear_chain import Chain, chain_call, refusal
+from olq_fx.kernels.support import chain_refusal
+from olq_fx.kernels.triton_catalog_layers import grouped_entries, producer_entries, routing_entries
+from olq_fx.kernels.triton_entries import (
+    CAPABILITIES,
+    Entry,
+    entries,
+    has_fp8,
+    instruction_pattern,
+    meta,
+    meta_parts,
+)
+from olq_fx.kernels.triton_linear_chain import Chain, chain_call
 from olq_fx.kernels.triton_product import operand_of, product_calls
 from olq_fx.kernels.triton_quantize import dequantize_calls, quantize_calls
 from olq_fx.schemes import SCHEMES, Slot
 
-CAPABILITIES = (80, 89, 90, 100, 120)
-"""What kernels are compiled for."""
+__all__ = ["CAPABILITIES", "SOURCES", "Entry", "catalog", "entries", "meta_parts"]
 
 _ROWS = _COLUMNS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MIXED = (Slot("mxfp4", "mxfp8"), Slot("mxfp8", "mxfp4"))
+"""Pairs of no scheme that have an instruction of their own on some GPUs."""
 _OTHER_BLOCKS = (*block_formats(32, 32), *block_formats(256, 64))
 """The extremes of the blocks that `weight_block_size` may ask for."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """A launch as it ships.
-
-    Attributes:
-        name: says what it does, in which formats, by which kernel; no other entry has it.
-        formats: the names of the formats that it reads or writes.
-        call: on the meta device.
-        instruction: a regular expression that its matrix instructions must match; "" where there is to be none.
-    """
-
-    name: str
-    formats: tuple[str, ...]
-    call: Call
-    instruction: str = ""
-
-
-def entries(name: str, formats: Sequence[str], calls: Sequence[Call], instruction: str = "") -> list[Entry]:
-    """The launches of one operation, each under the name of the operation and of its kernel.
-
-    `instruction` is that of those kernels that multiply matrices; of an operation with others beside them, make their
-    entries apart.
-    """
-    return [Entry(f"{name}: {call.kernel.fn.__name__}", tuple(formats), call, instruction) for call in calls]
 
 
 def catalog(capability: int) -> tuple[Entry, ...]:
@@ -77,7 +61,7 @@ def quantize_entries(capability: int) -> list[Entry]:
     """Quantization of bfloat16 to every format, by every rule; the extremes of other blocks."""
     found: list[Entry] = []
     for format, rule in _formats_and_rules():
-        x, native = _meta(_ROWS, _COLUMNS), _has_fp8(capability)
+        x, native = meta(_ROWS, _COLUMNS), has_fp8(capability)
         calls = quantize_calls(x, meta_parts(format, _ROWS, _COLUMNS), format, rule, native)
         found += entries(f"quantize {format.name} {rule}", [format.name], calls)
     return found
@@ -88,31 +72,38 @@ def dequantize_entries(capability: int) -> list[Entry]:
     found: list[Entry] = []
     for format in dict.fromkeys(format for format, _ in _formats_and_rules()):
         parts = meta_parts(format, _ROWS, _COLUMNS)
-        calls = dequantize_calls(parts, format, _meta(_ROWS, _COLUMNS), _has_fp8(capability))
+        calls = dequantize_calls(parts, format, meta(_ROWS, _COLUMNS), has_fp8(capability))
         found += entries(f"dequantize {format.name}", [format.name], calls)
     return found
 
 
 def product_entries(capability: int) -> list[Entry]:
-    """The product of every scheme with one token, with 64 and with many; of weight-only ones in every dtype."""
-    found: list[Entry] = []
-    for scheme in SCHEMES.values():
-        slot = scheme.linear
-        for m, dtype in itertools.product((1, 64, _ROWS), (_DTYPES[:1] if slot.activation else _DTYPES)):
+    """The product of every scheme and of mixed pairs with one token, with few and with many.
+
+    Weight-only ones are in every dtype. Of 256 rows there is only what is compiled for other constants than of many.
+    """
+    found: dict[str, Entry] = {}
+    for slot in (*(scheme.linear for scheme in SCHEMES.values()), *_MIXED):
+        forms = dict[torch.dtype, Mapping[str, Any]]()
+        for m, dtype in itertools.product((1, 16, 64, _ROWS, 256), (_DTYPES[:1] if slot.activation else _DTYPES)):
             a, b = _operands(slot, m, _COLUMNS, dtype)
             out = torch.empty(m, _COLUMNS, dtype=dtype, device="meta")
             calls = product_calls(a, slot.activation or "", b, slot.weight, _COLUMNS, out, capability=capability)
             name = f"product {slot.activation or dtype} x {slot.weight}, M = {m}"
-            instruction = _instruction(calls[0], capability)
-            found += entries(name, _names(slot), calls[:1], instruction) + entries(name, _names(slot), calls[1:])
-    return [entry for index, entry in enumerate(found) if entry.name not in {before.name for before in found[:index]}]
+            instruction = instruction_pattern(calls[0], capability)
+            if m < _ROWS and forms.get(dtype) == calls[0].constants:
+                continue
+            forms[dtype] = calls[0].constants
+            for entry in entries(name, _names(slot), calls[:1], instruction) + entries(name, _names(slot), calls[1:]):
+                found.setdefault(entry.name, entry)
+    return list(found.values())
 
 
 def chain_entries(capability: int) -> list[Entry]:
     """The first half of a gated MLP of every scheme whose activations a tile can quantize."""
     found: list[Entry] = []
     for slot in dict.fromkeys(scheme.linear for scheme in SCHEMES.values()):
-        if slot.activation is None or refusal(format := get_format(slot.activation)):
+        if slot.activation is None or chain_refusal(format := get_format(slot.activation)):
             continue
         for m in (16, _ROWS):
             a, b = _operands(slot, m, 2 * _COLUMNS, torch.bfloat16)
@@ -124,23 +115,8 @@ def chain_entries(capability: int) -> list[Entry]:
                 capability=capability,
             )
             name = f"silu x up of a product {slot.activation} x {slot.weight}, quantized, M = {m}"
-            found += entries(name, _names(slot), [call], _instruction(call, capability))
+            found += entries(name, _names(slot), [call], instruction_pattern(call, capability))
     return found
-
-
-_INSTRUCTIONS = {
-    "fp8": {89: r"^mma\.sync.*e4m3", 90: r"^wgmma.*e4m3\.e4m3", 100: r"^tcgen05.*f8f6f4", 120: r"^mma\.sync.*e4m3"},
-    "scaled": {100: r"^tcgen05.*block_scale", 120: r"^mma\.sync.*block_scale"},
-    "bf16": {90: r"^wgmma.*bf16\.bf16", 100: r"^tcgen05.*kind::f16"},
-    "fp16": {90: r"^wgmma.*f16\.f16", 100: r"^tcgen05.*kind::f16"},
-    "int8": {90: r"^wgmma.*s8\.s8"},
-}
-"""By what enters a matrix instruction, the instruction for it; where none is named, that of `mma.sync`."""
-
-
-def _instruction(call: Call, capability: int) -> str:
-    dot = call.constants["DOT"]
-    return _INSTRUCTIONS[dot].get(capability, rf"^mma\.sync.*{ {'int8': 's8', 'fp16': 'f16'}.get(dot, dot) }")
 
 
 def _operands(slot: Slot, m: int, n: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -160,22 +136,11 @@ SOURCES: tuple[Callable[[int], list[Entry]], ...] = (
     dequantize_entries,
     product_entries,
     chain_entries,
+    producer_entries,
+    grouped_entries,
+    routing_entries,
 )
 """The families of kernels."""
-
-
-def meta_parts(format: Format, rows: int, k: int) -> list[Tensor]:
-    """The parts of a quantized (rows, k) tensor, on the meta device."""
-    return [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in numerics.part_specs(format, rows, k)]
-
-
-def _meta(rows: int, columns: int) -> Tensor:
-    return torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-
-
-def _has_fp8(capability: int) -> bool:
-    """Whether such a GPU casts to float8."""
-    return capability >= 89
 
 
 def _formats_and_rules() -> Iterator[tuple[Format, str]]:

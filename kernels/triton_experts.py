@@ -13,11 +13,19 @@ from torch import Tensor
 from olq_fx import numerics
 from olq_fx.formats import get_format
 from olq_fx.kernels import experts, triton_grouped
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Gated, Layer, Segments, Stack, check_layer
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
-from olq_fx.kernels.triton_product import Blocking, Instruction, Operand, instruction_of, operand_of
+from olq_fx.kernels.triton_product import (
+    TENSOR_MEMORY,
+    Instruction,
+    Operand,
+    instruction_of,
+    operand_of,
+)
 from olq_fx.kernels.triton_quantize import Tile, by_row, coarse_columns, constants_of, quantize_calls, tile_of
 from olq_fx.kernels.triton_sorting import combine_calls, route_calls, table_calls
+from olq_fx.kernels.tuned_tables import tuned
 
 _FLOAT8 = 89
 _PLAIN = Tile(8, 256)
@@ -40,7 +48,9 @@ def grouped_blocking_of(
         narrow = wide or (decoded and instruction.promote and capability < 90)
         block_m = max(16, min(1 << (mean - 1).bit_length(), 32 if narrow else 64))
         warps = 8 if block_m == 64 else 4
-        return Blocking(block_m, 64 if decoded else 128, block_k, swap=True, num_warps=warps)
+        # Out of tensor memory, promoted sums of a swapped tile that is not narrow leave no room for the operands.
+        swap = not (block_m == 64 and instruction.promote and capability in TENSOR_MEMORY)
+        return Blocking(block_m, 64 if decoded else 128, block_k, swap=swap, num_warps=warps)
     if wide:
         return Blocking(64, 64, block_k)
     # Where accumulators are registers of mma.sync, those of two sums and the operands leave no room for a larger tile.
@@ -110,13 +120,21 @@ def grouped_calls(
 
     Args:
         tail: whether rows that belong to nobody become 0; else they are not written.
-        blocking: in place of the analytic choice, with `split_k` 1. Its `block_k` must divide the groups of scales
-            along K.
+        blocking: in place of the tuned or the analytic choice, with `split_k` 1. Its `block_k` must divide groups of
+            scales along K.
     """
     a, b = operand_of(x, activation_format), _expert_operand(stack)
     m, n = out.shape
     instruction = instruction_of(a, b, k, capability, fast_accum)
-    chosen = blocking or grouped_blocking_of(m, segments.experts, a, b, instruction, capability)
+    chosen = (
+        blocking
+        or tuned(
+            *("grouped", x[0], activation_format, stack.format, out.dtype, (m, n, k), capability),
+            fast_accum=fast_accum,
+            experts=segments.experts,
+        )
+        or grouped_blocking_of(m, segments.experts, a, b, instruction, capability)
+    )
     table, calls = table_calls(segments, m, chosen.block_m, tail)
     tiles = table.shape[1]
     tensors = (a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale)

@@ -16,20 +16,22 @@ from olq_fx import numerics
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels import reference, triton_chain
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.producers import Activation, ActivationKind, activate
+from olq_fx.kernels.support import chain_refusal
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.triton_product import (
     TENSOR_MEMORY,
-    Blocking,
     Instruction,
     Operand,
-    blocking_of,
     constants_of,
     instruction_of,
     operand_of,
     strides_of,
     tensors_of,
+    tile_blocking_of,
 )
+from olq_fx.kernels.tuned_tables import tuned
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FLOAT8 = 89
@@ -48,14 +50,6 @@ class Chain:
 
     kind: ActivationKind | Literal[""] = ""
     gated: Literal["", "paired", "interleaved"] = ""
-
-
-def refusal(format: Format) -> str:
-    """Why results cannot be quantized to `format` in the kernel that computes them; "" if they can."""
-    rows, columns = format.group
-    if rows != 1 or columns is None or format.coarse is not None:
-        return f"{format.name} has a statistic of more than a piece of a row, which no tile of a product holds"
-    return ""
 
 
 def linear_chain_quantize(
@@ -91,7 +85,7 @@ def linear_chain_quantize(
         residual: (M, N) or None; not where the chain is gated.
         keep: whether the values are wanted too.
         capability: of the GPU, 90 for sm_90.
-        blocking: in place of the analytic choice; without swap and split.
+        blocking: in place of the tuned or the analytic choice; without swap and split.
 
     Returns:
         The parts of the result, and its values or None.
@@ -108,6 +102,12 @@ def linear_chain_quantize(
     parts = [torch.empty(spec.shape, dtype=spec.dtype, device=x[0].device) for spec in specs]
     values = torch.empty((m, width), dtype=dtype, device=x[0].device) if keep else None
     operands = operand_of(x, activation_format), operand_of(weight, weight_format)
+    blocking = blocking or tuned(
+        *("chain", x[0], activation_format, weight_format, dtype, (m, n, k), capability),
+        chain=chain.kind,
+        gated=chain.gated,
+        output=output_format,
+    )
     call = chain_call(
         *operands, k, dtype, chain, parts, found, rule, bias, residual, values, capability=capability, blocking=blocking
     )
@@ -153,9 +153,7 @@ def chain_call(
     blocking: Blocking | None = None,
 ) -> Call:
     """The kernel that fills `parts` and `values`; the arguments are those of `linear_chain_quantize`."""
-    reason = refusal(format)
-    if not reason and chain.gated and residual is not None:
-        reason = "a residual has no place before the activation of a gated product"
+    reason = chain_refusal(format, bool(chain.gated), residual is not None, b.codes.shape[0])
     if reason:
         raise UnsupportedError(f"no kernel fuses this chain: {reason}")
     m, n = a.codes.shape[0], b.codes.shape[0]
@@ -196,7 +194,7 @@ def chain_blocking(
     capability: int,
 ) -> Blocking:
     """An analytic first choice: whole groups in a tile, no more accumulators than registers hold."""
-    block_k = blocking_of(m, n, k, a, b, instruction, capability).block_k
+    block_k = tile_blocking_of(m, n, k, a, b, instruction, capability).block_k
     group = format.group[1] or 1
     # Block scales are applied in tensor memory for 128 rows at a time.
     block_m, warps = 128 if instruction.dot == "scaled" and capability in TENSOR_MEMORY else 64, 8

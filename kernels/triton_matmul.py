@@ -17,101 +17,8 @@ SIDE names what an operand is: `plain` values, or its element. DOT names what en
 import triton
 import triton.language as tl
 
-from olq_fx.kernels.device import LARGEST, decode, decode_e4m3, decode_e8m0, from_bits, unpack
-
-
-@triton.jit
-def _codes(codes, rows, first, R, K, row_stride, SIDE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(rows, BLOCK_K) codes from column `first` on, one a byte; 0 outside."""
-    if SIDE == "e2m1":
-        return unpack(_bytes(codes, rows, first, R, K, row_stride, 2, EVEN_K, BLOCK_K))
-    else:
-        return _bytes(codes, rows, first, R, K, row_stride, 1, EVEN_K, BLOCK_K)
-
-
-@triton.jit
-def _bytes(codes, rows, first, R, K, row_stride, PER_BYTE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(rows, BLOCK_K / PER_BYTE) bytes of codes from column `first` on; 0 outside."""
-    columns = first // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
-    # By the stride as it is given, whose divisors are known: those of (K + 1) // 2 are not, and loads would be bytes.
-    at = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
-    inside = rows[:, None] < R
-    if not EVEN_K:
-        inside = inside & (columns[None, :] < (K + PER_BYTE - 1) // PER_BYTE)
-    return tl.load(codes + at, mask=inside, other=0)
-
-
-@triton.jit
-def _plain(x, rows, first, R, K, row_stride, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(rows, BLOCK_K) values as they are stored; 0 outside."""
-    columns = first + tl.arange(0, BLOCK_K)
-    inside = rows[:, None] < R
-    if not EVEN_K:
-        inside = inside & (columns[None, :] < K)
-    return tl.load(x + rows.to(tl.int64)[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _inner(
-    scale, rows, first, R, K, row_stride, column_stride, INNER: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """(rows, BLOCK_K / GROUP) inner scales in float32; of 0 outside."""
-    bytes = _inner_bytes(scale, rows, first, R, K, row_stride, column_stride, GROUP, BLOCK_K)
-    if INNER == "e8m0":
-        return decode_e8m0(bytes)
-    else:
-        return decode_e4m3(bytes, False)
-
-
-@triton.jit
-def _inner_bytes(
-    scale, rows, first, R, K, row_stride, column_stride, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """(rows, BLOCK_K / GROUP) inner scales as they are stored; 0 outside."""
-    wide = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
-    at = rows.to(tl.int64)[:, None] * row_stride + wide.to(tl.int64)[None, :] * column_stride
-    return tl.load(scale + at, mask=(rows[:, None] < R) & (wide[None, :] * GROUP < K), other=0)
-
-
-@triton.jit
-def operand(
-    codes, inner, rows, first, R, K, row_stride, inner_row_stride, inner_column_stride, SIDE: tl.constexpr,
-    INNER: tl.constexpr, INNER_K: tl.constexpr, DOT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """(rows, BLOCK_K) of one operand, in the type that DOT says; of `plain` values as they are stored."""
-    if SIDE == "plain":
-        return _plain(codes, rows, first, R, K, row_stride, EVEN_K, BLOCK_K)
-    else:
-        found = _codes(codes, rows, first, R, K, row_stride, SIDE, EVEN_K, BLOCK_K)
-        if DOT == "fp8":
-            return found.to(tl.float8e4nv, bitcast=True)
-        elif DOT == "int8":
-            return found.to(tl.int8, bitcast=True)
-        else:
-            value = decode(found, SIDE, False)
-            if INNER != "":
-                scales = _inner(
-                    inner, rows, first, R, K, inner_row_stride, inner_column_stride, INNER, INNER_K, BLOCK_K
-                )
-                groups = tl.reshape(value, (value.shape[0], BLOCK_K // INNER_K, INNER_K)) * scales[:, :, None]
-                value = tl.reshape(groups, value.shape)
-            return value.to(tl.float16) if DOT == "fp16" else value.to(tl.bfloat16)
-
-
-@triton.jit
-def _block_scaled(
-    codes, inner, rows, first, R, K, row_stride, inner_row_stride, inner_column_stride, SIDE: tl.constexpr,
-    INNER: tl.constexpr, INNER_K: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One operand as `tl.dot_scaled` takes it: codes as they are stored, two a byte where they are, and scales."""
-    PER_BYTE: tl.constexpr = 2 if SIDE == "e2m1" else 1
-    found = _bytes(codes, rows, first, R, K, row_stride, PER_BYTE, EVEN_K, BLOCK_K)
-    scales = _inner_bytes(inner, rows, first, R, K, inner_row_stride, inner_column_stride, INNER_K, BLOCK_K)
-    if SIDE == "e4m3":
-        found = found.to(tl.float8e4nv, bitcast=True)
-    if INNER == "e4m3":
-        scales = scales.to(tl.float8e4nv, bitcast=True)
-    return found, scales
+from olq_fx.kernels.device import LARGEST, from_bits
+from olq_fx.kernels.triton_operands import block_scaled, operand
 
 
 @triton.jit
@@ -243,7 +150,7 @@ def _constant(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.const
 
 
 @triton.jit
-def _accumulated(
+def accumulated(
     acc, partial, a_outer, b_outer, a_rows, b_rows, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
@@ -292,7 +199,7 @@ def sum_over(
     for first in range(start, end, BLOCK_K):
         start_from = tl.zeros((HIGH, WIDE), dtype=TYPE) if PROMOTE else acc
         if DOT == "scaled":
-            left, left_scale = _block_scaled(
+            left, left_scale = block_scaled(
                 a,
                 a_inner,
                 rows,
@@ -308,7 +215,7 @@ def sum_over(
                 EVEN_K,
                 BLOCK_K,
             )
-            right, right_scale = _block_scaled(
+            right, right_scale = block_scaled(
                 b,
                 b_inner,
                 columns,
@@ -336,7 +243,7 @@ def sum_over(
             )  # fmt: skip
             found = dot(left, right, start_from, PARTS, SWAP)
         if PROMOTE:
-            acc = _accumulated(
+            acc = accumulated(
                 acc, found, a_outer, b_outer, rows, columns, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
                 A_OUTER, B_OUTER, A_GROUP, B_GROUP, A_OUTER_K, B_OUTER_K, UNIFORM_B, SWAP,
             )  # fmt: skip

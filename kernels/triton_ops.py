@@ -1,19 +1,19 @@
 """The operators on tensors of an NVIDIA GPU, by Triton kernels.
 
 Each function here does what its namesake in `reference` does: by the kernels of `triton_quantize` and
-`triton_product` where Triton is installed, the GPU is of compute capability 8.0 or later and the dtype is one that
-they have, else by the reference. Triton is imported with the first tensor.
+`triton_product` where `support` says that they take the call, else by the reference. Triton is imported with the first
+tensor.
 """
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from olq_fx.formats import get_format
-from olq_fx.kernels import reference
+from olq_fx.kernels import reference, support
+from olq_fx.kernels.support import FLOAT8, capability_of, why_not
+
+__all__ = ["FAST_ACCUM", "NAME", "capability_of", "dequantize", "linear", "quantize", "quantized_linear", "why_not"]
 
 NAME = "triton"
 """What these kernels are called in the registry."""
@@ -21,55 +21,28 @@ NAME = "triton"
 FAST_ACCUM = "triton_fast_accum"
 """The same, where sums of float8 products may stay in the narrow accumulators of sm_89 and sm_90."""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LEAST = 80
-_FLOAT8 = 89
-"""The first compute capability that casts to and multiplies float8."""
-
-
-@functools.cache
-def why_not(capability: int | None = None) -> str:
-    """Why these kernels do not run on a GPU; "" if they do.
-
-    Args:
-        capability: of the GPU, 90 for sm_90; None is that of the current device, or one that does where there is none
-            (a plan may be made elsewhere).
-    """
-    if importlib.util.find_spec("triton") is None:
-        return "needs the package triton"
-    if capability is None:
-        capability = capability_of(None) if torch.cuda.is_available() else _LEAST
-    return "" if capability >= _LEAST else f"needs compute capability 8.0, the GPU has {capability / 10}"
-
-
-@functools.cache
-def capability_of(device: torch.device | None) -> int:
-    """The compute capability of a GPU: 90 for sm_90."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
 
 def quantize(x: Tensor, format: str, rule: str) -> list[Tensor]:
     """`reference.quantize` of a GPU's tensor (M, K)."""
     capability = capability_of(x.device)
-    fits = x.dim() == 2 and x.is_floating_point() and rule in get_format(format).rules
-    if not fits or why_not(capability):
+    if not support.quantize(format, rule, dtype=x.dtype, dimensions=x.dim(), capability=capability):
         return reference.quantize(x, format, rule)
     from olq_fx.kernels import triton_quantize
 
     with torch.cuda.device(x.device):
-        return triton_quantize.quantize(x, format, rule, capability >= _FLOAT8)
+        return triton_quantize.quantize(x, format, rule, capability >= FLOAT8)
 
 
 def dequantize(parts: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     """`reference.dequantize` of a GPU's tensors: (R, K) of `dtype`."""
-    if not parts or why_not(capability := capability_of(parts[0].device)):
+    if not parts or not support.dequantize(format, dtype=dtype, capability=capability_of(parts[0].device)):
         return reference.dequantize(parts, format, k, dtype)
     reference.check_parts(parts, format, k)
     from olq_fx.kernels import triton_quantize
 
+    native = capability_of(parts[0].device) >= FLOAT8
     with torch.cuda.device(parts[0].device):
-        return triton_quantize.dequantize(parts, format, k, dtype, capability >= _FLOAT8)
+        return triton_quantize.dequantize(parts, format, k, dtype, native)
 
 
 def linear(
@@ -83,7 +56,7 @@ def linear(
     kernel: str = "",
 ) -> Tensor:
     """`reference.linear` of a GPU's tensors: (M, N) in the dtype of `x`."""
-    if _leaves(x, x.dtype, kernel):
+    if not _takes(x, weight_format, activation_format, x.dtype, kernel):
         return reference.linear(x, weight, weight_format, activation_format, rule, bias, residual)
     m, k = reference.check_activation(x)
     reference.check_operands(m, k, weight, weight_format, bias, residual)
@@ -103,7 +76,7 @@ def quantized_linear(
     kernel: str = "",
 ) -> Tensor:
     """`reference.quantized_linear` of a GPU's tensors: (M, N) of `dtype`."""
-    if not x or _leaves(x[0], dtype, kernel) or (not activation_format and x[0].dtype not in _DTYPES):
+    if not x or not _takes(x[0], weight_format, activation_format, dtype, kernel):
         return reference.quantized_linear(x, activation_format, weight, weight_format, k, dtype, bias, residual)
     reference.refuse_gradient(*x, bias, residual)
     m = reference.check_quantized_activation(x, activation_format, k)
@@ -111,9 +84,17 @@ def quantized_linear(
     return _product(x, activation_format, weight, weight_format, k, dtype, bias, residual, kernel)
 
 
-def _leaves(x: Tensor, dtype: torch.dtype, kernel: str) -> bool:
-    """Whether a product is left to the reference."""
-    return kernel not in ("", NAME, FAST_ACCUM) or dtype not in _DTYPES or bool(why_not(capability_of(x.device)))
+def _takes(x: Tensor, weight_format: str, activation_format: str, dtype: torch.dtype, kernel: str) -> bool:
+    """Whether these kernels run a product; else the reference does."""
+    return kernel in ("", NAME, FAST_ACCUM) and bool(
+        support.product(
+            weight_format,
+            activation_format,
+            dtype=dtype,
+            activation_dtype=None if activation_format else x.dtype,
+            capability=capability_of(x.device),
+        )
+    )
 
 
 def _product(

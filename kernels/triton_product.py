@@ -12,17 +12,32 @@ import torch
 from torch import Tensor
 
 from olq_fx.formats import get_format
-from olq_fx.kernels import reference, triton_matmul
+from olq_fx.kernels import reference, triton_gemv, triton_matmul, triton_persistent
+from olq_fx.kernels.blocking import Blocking, multiprocessors
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
+from olq_fx.kernels.tuned_tables import tuned
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many bfloat16 numbers make one of a wider dtype."""
+
+_VECTOR = 16
+"""Bytes that a thread loads at once."""
 
 _PROGRAMS = 264
 """How many programs fill a large GPU: two for each of 132 multiprocessors."""
 
 TENSOR_MEMORY = (100, 103)
 """Compute capabilities whose matrix instructions accumulate in a memory of their own."""
+
+_FLOAT8 = 89
+"""The first compute capability that casts to float8."""
+
+_DESCRIPTORS = (90, *TENSOR_MEMORY)
+"""Compute capabilities that read by tensor descriptors; on sm_120 triton 3.6 makes of each such load a write to local
+memory."""
+
+_BYTES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What enters a matrix instruction as it is stored, one a byte."""
 
 _LONGEST_INT8 = (2**31 - 1) // 127**2
 """Columns whose products of int8 codes cannot overflow an int32."""
@@ -104,7 +119,8 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
     """The matrix instruction for activations `a` and weight `b` on a GPU of this compute capability.
 
     Codes enter as they are where both are int8 or both e4m3 (from sm_89 on) without inner scales; with them where both
-    have the same and no other (from sm_100 on); else as the fp16 or bfloat16 numbers that they are, which is exact.
+    have the same and no other (from sm_100 on), e4m3 with e2m1 only on sm_100 and sm_103: for sm_120 Triton 3.7 makes
+    of such a pair bfloat16 by a way that spills. Else as the fp16 or bfloat16 numbers that they are, which is exact.
     Sums of fp8 products are narrow before sm_100 and are promoted to float32 each K-block, unless `fast_accum` allows
     them not to be.
     """
@@ -113,7 +129,8 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
         return Instruction("int8", 1, False)
     if a.side == b.side == "e4m3" and not (a.inner or b.inner) and capability >= 89:
         return Instruction("fp8", 1, by_block or (capability < 100 and not fast_accum))
-    if a.inner and not by_block and (a.side, a.inner, a.inner_k) == (b.side, b.inner, b.inner_k) and capability >= 100:
+    native = capability in TENSOR_MEMORY or (a.side == b.side and capability >= 100)
+    if native and a.inner and not by_block and (a.inner, a.inner_k) == (b.inner, b.inner_k):
         return Instruction("scaled", 1, by_block)
     if a.side == "plain":
         if a.codes.dtype == torch.float16 and b.inner != "e8m0":
@@ -122,33 +139,56 @@ def instruction_of(a: Operand, b: Operand, k: int, capability: int, fast_accum: 
     return Instruction("bf16", 1, by_block)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Blocking:
-    """How a product is cut into programs.
-
-    Attributes:
-        block_m, block_n, block_k: the tile of one program, and how much of K it takes at a time.
-        swap: whether the weight is on the side of the matrix instruction that is 64 high.
-        split_k: how many programs share the sum over K of one tile.
-        group: tiles down before one to the right.
-        num_warps, num_stages: of a program.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swap: bool = False
-    split_k: int = 1
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
-
-
 def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int) -> Blocking:
-    """An analytic first choice: few tokens on the narrow side, enough programs, tiles that stay in registers."""
+    """An analytic first choice: the form for the number of rows, and what suits it.
+
+    One row has the form of its own. Where codes enter the matrix instruction as they are stored and there are more
+    tiles than multiprocessors, a program takes one tile after the other.
+    """
+    if m == 1 and _in_words(b):
+        return gemv_blocking_of(n, k, b)
+    found = tile_blocking_of(m, n, k, a, b, instruction, capability)
+    tiles = -(-m // found.block_m) * -(-n // found.block_n)
+    if found.swap or instruction.dot not in _BYTES or tiles <= multiprocessors(None, capability):
+        return found
+    # One more tile on its way where shared memory has room for it.
+    stages = 4 if capability in _DESCRIPTORS else found.num_stages
+    # Of int8 on sm_100 mma.sync makes products (triton 3.7): a tile 128 high leaves too few registers to write float32.
+    low = capability in TENSOR_MEMORY and instruction.dot == "int8"
+    block_m = 64 if low else found.block_m
+    return dataclasses.replace(found, form="persistent", num_stages=stages, block_m=block_m)
+
+
+def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
+    """For one row: 16 bytes of codes a thread, warps side by side along K, enough programs.
+
+    More warps where they leave no rest of K, or where K is so long that the rest is small; fewer where scales along K
+    take registers, since several warps that exchange activations spill with them on sm_90 and sm_100.
+    """
+    most = {"": 4, "e8m0": 2, "e4m3": 1}[b.inner]
+    per_warp = _VECTOR * 32 * (2 if b.side == "e2m1" else 1)
+    several = (warps for warps in (4, 2) if warps <= most)
+    warps = next((some for some in several if k % (some * per_warp) == 0 or k >= 8 * some * per_warp), 1)
+    block_n = next((rows for rows in (4, 2) if n >= 2 * _PROGRAMS * rows), 1)
+    split = max(1, min(_PROGRAMS // -(-n // block_n), k // (warps * per_warp)))
+    return Blocking(1, block_n, warps * per_warp, split_k=split, num_warps=warps, form="gemv")
+
+
+def _in_words(b: Operand) -> bool:
+    """Whether codes that are packed can be read four bytes at a time."""
+    rows, columns = b.codes.stride(0), b.codes.stride(1)
+    return b.side != "e2m1" or (columns == 1 and rows % 4 == 0 and b.codes.data_ptr() % 4 == 0)
+
+
+def tile_blocking_of(
+    m: int, n: int, k: int, a: Operand, b: Operand, instruction: Instruction, capability: int
+) -> Blocking:
+    """For tiles: few tokens on the narrow side, enough programs, tiles that stay in registers."""
     decoded = instruction.dot in ("bf16", "fp16")
     # Each part of a wide activation is one more operand in registers.
     widest = 32 if instruction.parts > 1 else 64 if decoded else 128
+    if decoded and capability == 120 and a.inner and b.inner and a.side != b.side:
+        widest = 32  # two ways to decode beside the accumulators
     block_k = min([widest, *(side.outer_k for side in (a, b) if side.outer == "k")])
     if m <= 64:
         block_m = max(16, min(1 << (m - 1).bit_length(), 32 if instruction.parts > 1 else 64))
@@ -226,31 +266,91 @@ def product_calls(
     """The kernels that fill `out` (M, N); the other arguments are those of `quantized_linear`.
 
     Args:
-        blocking: in place of the analytic choice. Its `block_k` must divide the groups of scales along K.
+        blocking: in place of the tuned or the analytic choice. Its `block_k` must divide the groups of scales along K.
     """
     a, b = operand_of(x, activation_format), operand_of(weight, weight_format)
     m, n = out.shape
     instruction = instruction_of(a, b, k, capability, fast_accum)
-    chosen = blocking or blocking_of(m, n, k, a, b, instruction, capability)
+    chosen = (
+        blocking
+        or tuned(
+            *("product", x[0], activation_format, weight_format, out.dtype, (m, n, k), capability),
+            fast_accum=fast_accum,
+        )
+        or blocking_of(m, n, k, a, b, instruction, capability)
+    )
     bias, residual = (None if added is None else added.contiguous() for added in (bias, residual))
     partials = None
     if chosen.split_k > 1:
         kind = torch.int32 if instruction.dot == "int8" else torch.float32
         partials = torch.empty((chosen.split_k, m, n), dtype=kind, device=out.device)
-    programs = -(-m // chosen.block_m) * -(-n // chosen.block_n)
     args = (*tensors_of(a, b), bias, residual, out, partials, m, n, k, *strides_of(a, b))
+    if chosen.form == "gemv":
+        calls = [_gemv_call(a, b, args, instruction, chosen, capability)]
+    elif chosen.form == "persistent":
+        calls = [_persistent_call(a, b, args, instruction, chosen, capability)]
+    else:
+        calls = [_tile_call(a, b, args, instruction, chosen)]
+    if partials is not None:
+        calls.append(_sum_call(partials, a, b, bias, residual, out))
+    return calls
+
+
+def _tile_call(a: Operand, b: Operand, args: tuple[Any, ...], instruction: Instruction, chosen: Blocking) -> Call:
+    """One program for each tile and each part of K."""
+    m, n, k = args[10:13]
     constants = {
         **constants_of(a, b, instruction, chosen, k),
         "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
         "SWAP": chosen.swap,
         "SPLIT_K": chosen.split_k,
     }
-    grid = (programs, chosen.split_k)
-    kernel = triton_matmul.product
-    calls = [Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages)]
-    if partials is not None:
-        calls.append(_sum_call(partials, a, b, bias, residual, out))
-    return calls
+    grid = (-(-m // chosen.block_m) * -(-n // chosen.block_n), chosen.split_k)
+    return Call(triton_matmul.product, grid, args, constants, chosen.num_warps, chosen.num_stages)
+
+
+def _persistent_call(
+    a: Operand, b: Operand, args: tuple[Any, ...], instruction: Instruction, chosen: Blocking, capability: int
+) -> Call:
+    """As many programs as the GPU has multiprocessors, with tensor descriptors where there are such."""
+    m, n, k = args[10:13]
+    fits = all(map(triton_persistent.fits_descriptor, (a.codes, b.codes)))
+    tma = fits and capability in _DESCRIPTORS and instruction.dot in _BYTES
+    operands = list(args[:6])
+    if tma:
+        for position, operand, rows in ((0, a, chosen.block_m), (3, b, chosen.block_n)):
+            codes = operand.codes.view(_BYTES[instruction.dot])
+            operands[position] = triton_persistent.descriptor(codes, rows, chosen.block_k)
+    constants = {
+        **constants_of(a, b, instruction, chosen, k),
+        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
+        "TMA": tma,
+        "FLATTEN": True,
+    }
+    tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
+    grid = (min(tiles, multiprocessors(args[8].device, capability)),)
+    kernel = triton_persistent.product_persistent
+    return Call(kernel, grid, (*operands, *args[6:9], *args[10:]), constants, chosen.num_warps, chosen.num_stages)
+
+
+def _gemv_call(
+    a: Operand, b: Operand, args: tuple[Any, ...], instruction: Instruction, chosen: Blocking, capability: int
+) -> Call:
+    """One program for each few elements of the row and each part of K."""
+    _, n, k = args[10:13]
+    constants = {
+        **_constants_of_operands(a, b),
+        "INTEGER": instruction.dot == "int8",
+        "NATIVE": capability >= _FLOAT8,
+        "WHOLE": k % 32 == 0,
+        "EVEN_K": k % chosen.block_k == 0,
+        "SPLIT_K": chosen.split_k,
+        "CHUNK": b.inner_k if b.side == "e2m1" else _VECTOR,
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
+    }
+    grid = (-(-n // chosen.block_n), chosen.split_k)
+    return Call(triton_gemv.gemv, grid, (*args[:10], *args[11:]), constants, chosen.num_warps, chosen.num_stages)
 
 
 def tensors_of(a: Operand, b: Operand) -> tuple[Tensor | None, ...]:
@@ -265,10 +365,8 @@ def strides_of(a: Operand, b: Operand) -> tuple[int, ...]:
 
 def constants_of(a: Operand, b: Operand, instruction: Instruction, blocking: Blocking, k: int) -> dict[str, Any]:
     """What all kernels that multiply are compiled for."""
-    names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
     return {
-        **{f"A_{name}": value for name, value in zip(names, a.constants, strict=True)},
-        **{f"B_{name}": value for name, value in zip(names, b.constants, strict=True)},
+        **_constants_of_operands(a, b),
         "DOT": instruction.dot,
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
@@ -277,6 +375,14 @@ def constants_of(a: Operand, b: Operand, instruction: Instruction, blocking: Blo
         "BLOCK_N": blocking.block_n,
         "BLOCK_K": blocking.block_k,
         "GROUP": blocking.group,
+    }
+
+
+def _constants_of_operands(a: Operand, b: Operand) -> dict[str, Any]:
+    names = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
+    sides = (("A", a), ("B", b))
+    return {
+        f"{side}_{name}": value for side, operand in sides for name, value in zip(names, operand.constants, strict=True)
     }
 
 

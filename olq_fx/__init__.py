@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from olq_fx.comparison import compare
     from olq_fx.configuration import QuantizationConfig
     from olq_fx.dynamo import backend
+    from olq_fx.kernels.tuned_tables import TunedTable, use_tuned
     from olq_fx.plan import Plan, plan_for
     from olq_fx.plan_diff import PlanDiff, diff_plans
     from olq_fx.quantize import dequantize_, quantize_
@@ -29,12 +30,14 @@ else:
         "PlanDiff": "plan_diff",
         "QuantizationConfig": "configuration",
         "Report": "report",
+        "TunedTable": "kernels.tuned_tables",
         "backend": "dynamo",
         "compare": "comparison",
         "dequantize_": "quantize",
         "diff_plans": "plan_diff",
         "plan_for": "plan",
         "quantize_": "quantize",
+        "use_tuned": "kernels.tuned_tables",
     }
 
     def __getattr__(name):
@@ -60,6 +63,7 @@ __all__ = [
     "QuantizationConfig",
     "QuantizedWeight",
     "Report",
+    "TunedTable",
     "__version__",
     "backend",
     "compare",
@@ -67,4 +71,5 @@ __all__ = [
     "diff_plans",
     "plan_for",
     "quantize_",
+    "use_tuned",
 ]

@@ -276,6 +276,66 @@ def kernels(ctx: click.Context, /, model: str | None, arch: str, **options: Any)
     )
 
 
+@cli.command(cls=ConfiguredCommand, epilog=_MODEL)
+@click.argument("model", required=False)
+@configured
+@_options(
+    click.option("--scheme", metavar="NAME", help="The same as --quantization NAME."),
+    click.option(
+        "--shape", "shapes", metavar="MxNxK", multiple=True, help="Instead of MODEL: a product; may be given again."
+    ),
+    click.option(
+        "--kernel",
+        "family",
+        type=click.Choice(["product", "chain", "grouped"]),
+        default="product",
+        show_default=True,
+        help="Of --shape: a plain product; SiLU x up of one, quantized (N: rows of gate and up); one of experts.",
+    ),
+    click.option("--experts", type=click.IntRange(0), default=0, help="With --kernel grouped: how many there are."),
+    click.option("--m", "rows", metavar="M,...", help="Of MODEL: rows of activations.  [default: 1,64,4096]"),
+    click.option("--arch", default="sm_90", show_default=True, metavar="NAME", help="As for `olq-fx kernels`."),
+    click.option("--out", metavar="FILE.json", default="", help="Where the table goes; without it, it is only shown."),
+    click.option("--candidates", type=click.IntRange(1), default=24, show_default=True, help="Tried of each product."),
+    click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Compilers at work at once."),
+    click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="How often each is timed."),
+    click.option("--measure/--no-measure", default=True, help="Time them where such a GPU is here (the default)."),
+    _dtype,
+)
+@_answering
+@click.pass_context
+def tune(ctx: click.Context, /, model: str | None, shapes: tuple[str, ...], **options: Any) -> Answer:
+    """Find the best tiles for the products of MODEL, or of given shapes, and write them as a table.
+
+    Every candidate is compiled for --arch; those that can be used are timed where that GPU is here, else ranked by
+    estimate. `olq_fx.use_tuned` follows the table.
+    """
+    from olq_fx import cli_kernels, cli_models, cli_tune
+    from olq_fx.cost_model import architecture
+
+    if (model is None) == (not shapes):
+        raise click.UsageError("Give either MODEL or --shape.")
+    if model is not None and (options["family"] != "product" or options["experts"]):
+        raise click.UsageError("--kernel and --experts go with --shape.")
+    if shapes and options["rows"] is not None:
+        raise click.UsageError("--m goes with MODEL; M is the first number of --shape.")
+    if options["scheme"] is not None:
+        ctx.params["schemes"] = (*ctx.params["schemes"], options["scheme"])
+    config, dtype = config_of(ctx), cli_models.dtype_of(options["dtype"])
+    found = cli_tune.TuneOptions(
+        architecture=architecture(options["arch"]),
+        **{name: options[name] for name in ("out", "candidates", "jobs", "rounds", "measure")},
+    )
+    cli_tune.check_family(options["family"], options["experts"])
+    cli_tune.check_out(options["out"])
+    if model is None:
+        problems = cli_tune.of_shapes(shapes, config, dtype, options["family"], options["experts"])
+    else:
+        rows = cli_kernels.rows_from(options["rows"] or "1,64,4096")
+        problems = cli_tune.of_model(model, config, rows, dtype, options["strict"])
+    return cli_tune.tune(problems, found)
+
+
 def _check_kernels(ctx: click.Context, model: str | None, options: Mapping[str, Any]) -> None:
     """Refuse options of `kernels` that do not go together."""
     if options["emitted"]:

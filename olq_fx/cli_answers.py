@@ -28,7 +28,7 @@ EXIT_CODES = {
     BOUND: "a bound of --fail-under or --fail-over does not hold",
     USAGE: "an option, a configuration or a path has no meaning, or the plan does not fit the model",
     MISSING: "an optional package is needed and not installed",
-    FAILED: "the model could not be built, loaded, converted or run",
+    FAILED: "the model could not be built, loaded, converted or run, or a kernel is at fault or has no tile that runs",
     INTERRUPTED: "interrupted",
 }
 """Every exit code with its meaning."""

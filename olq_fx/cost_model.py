@@ -2,6 +2,7 @@
 
 API:
     ARCHITECTURES, architecture(name) -> Architecture
+    SHARED_MEMORY       of a block of threads, by compute capability
     instruction(weight, activation, capability) -> Instruction
     original_cost(m, n, k, architecture) -> Cost
     quantized_cost(slot, m, n, k, architecture, fused=False) -> Cost
@@ -34,6 +35,11 @@ Rate = Literal["bf16", "fp8", "int8", "fp4"]
 
 ROWS = (1, 64, 4096)
 """Rows of activations that a layer is looked at with: a decoded token, a batch of them, a prompt."""
+
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one block of threads may have, by compute capability (CUDA programming guide)."""
+_MIXED = (100, 103)
+"""Compute capabilities whose block-scaled instruction takes e4m3 with e2m1, as the compiler reaches it."""
 
 _ORIGINAL = 2
 """Bytes of an element in original precision."""
@@ -158,10 +164,14 @@ def instruction(weight: Format, activation: Format | None, capability: int) -> I
 
     This is what the kernels do (`kernels/triton_product.py`; a test compares the two). int8 by int8 is everywhere. From
     89 on e4m3 by e4m3 is where both have float32 scales. From 100 on operands of the same element under block scales of
-    one kind have block-scaled instructions. All else goes through bfloat16, which holds the operands exactly.
+    one kind have block-scaled instructions, on 100 and 103 those of e4m3 and e2m1 too, at the rate of e4m3. All else
+    goes through bfloat16, which holds the operands exactly.
     """
     decoded = Instruction("bf16", f"bf16 (w{4 if weight.packed else 8}a16)")
-    if activation is None or weight.element != activation.element:
+    if activation is None:
+        return decoded
+    mixed = weight.element != activation.element
+    if mixed and (capability not in _MIXED or "float32" in (weight.scale, activation.scale)):
         return decoded
     if weight.element == "int8":
         return Instruction("int8", "int8")
@@ -171,7 +181,7 @@ def instruction(weight: Format, activation: Format | None, capability: int) -> I
     of_pieces = any(each.coarse is not None and each.coarse[1] is not None for each in (weight, activation))
     if capability < 100 or len(pieces) > 1 or of_pieces:
         return decoded
-    if weight.element == "e4m3":
+    if mixed or weight.element == "e4m3":
         return Instruction("fp8", "mxf8f6f4")
     return Instruction("fp4", "mxf4" if weight.scale == "e8m0" else "mxf4nvf4")
 

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import BackendError, ConfigurationError, ConfigurationTypeError, OlqFxError, OlqFxWarning
 from olq_fx.graph_job import GraphJob
 from olq_fx.inner import Inner
+from olq_fx.kernels.tuned_tables import TunedTable, following, tables_of
 from olq_fx.owners import evaluate, is_parameter
 from olq_fx.report import Report
 from olq_fx.sessions import Sessions
@@ -43,6 +44,7 @@ def backend(
     root: nn.Module | None = None,
     strict: bool = True,
     dump_dir: str | Path | None = None,
+    tuned: object = None,
     **keys: object,
 ) -> "Backend":
     """A backend for torch.compile that quantizes what it compiles.
@@ -58,15 +60,19 @@ def backend(
         strict: whether a pattern that matches nothing is an error, or a warning.
         dump_dir: a folder for the graphs before and after each pass; by default one of its own for each backend within
             the folder that the environment variable OLQ_FX_DUMP names, if it names one.
+        tuned: a tuned table, the path of one, or several in a list, which what it compiles follows on a GPU, in front
+            of those in use where it is called (`olq_fx.use_tuned`).
         **keys: further keys of the configuration.
 
     Raises:
-        ConfigurationError: the configuration has no meaning, or no backend has the name `inner`.
+        ConfigurationError: the configuration has no meaning, no backend has the name `inner`, or a file is no table.
         ConfigurationTypeError: one of the arguments is of a type that is never accepted.
     """
     if root is not None and not isinstance(root, nn.Module):
         raise ConfigurationTypeError(f"root is a torch.nn.Module, not {type(root).__name__}")
-    return Backend(QuantizationConfig.parse(config, **keys), Inner.of(inner), root, strict, dump_dir)
+    given: Iterable[Any] = () if tuned is None else tuned if isinstance(tuned, (list, tuple)) else (tuned,)
+    parsed = QuantizationConfig.parse(config, **keys)
+    return Backend(parsed, Inner.of(inner), root, strict, dump_dir, tables_of(given))
 
 
 DUMP = "OLQ_FX_DUMP"
@@ -96,6 +102,7 @@ class Backend:
         root: nn.Module | None = None,
         strict: bool = True,
         dump_dir: str | Path | None = None,
+        tuned: tuple[TunedTable, ...] = (),
     ) -> None:
         """See `olq_fx.backend`."""
         self.config = config
@@ -103,6 +110,7 @@ class Backend:
         self._inner = inner
         self._sessions = Sessions(config, strict, root)
         self._dump_dir = _folder_of_environment() if dump_dir is None else Path(dump_dir)
+        self._tuned = tuned
         self._graphs = 0
         self._compiled: weakref.WeakValueDictionary[Any, Compiled] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
@@ -171,7 +179,7 @@ class Backend:
             _guard_weights(frame, gm, {position.index: live[position.index] for position in positions})
         compiled = self._shared(job.key(positions), Compiled(positions, job.variant, job.prepare))
         compiled.compile(live, job.variant)
-        return compiled
+        return functools.partial(_following, self._tuned, compiled) if self._tuned else compiled
 
     def _shared(self, key: Any, compiled: Compiled) -> Compiled:
         """The code of an equal graph, if there is one: Dynamo traces again what differs in formats only."""
@@ -187,6 +195,12 @@ class Backend:
         with self._lock:
             self._graphs += 1
             return self._dump_dir / f"graph_{self._graphs:03}"
+
+
+def _following(tables: tuple[TunedTable, ...], compiled: Compiled, *inputs: Any) -> Any:
+    """Run code with these tables in use."""
+    with following(tables):
+        return compiled(*inputs)
 
 
 def _fail(error: OlqFxError | OlqFxWarning, frame: torch_private.Frame, *inputs: Any) -> Any:
@@ -224,8 +238,8 @@ def dynamo_backend(
     Args:
         gm: the graph.
         example_inputs: its inputs.
-        options: `scheme` (or any form of configuration, as `config`), `inner`, `strict`, `root`, `dump_dir`, keys of
-            the configuration; `inner_options` are those of the inner compiler.
+        options: `scheme` (or any form of configuration, as `config`), `inner`, `strict`, `root`, `dump_dir`, `tuned`,
+            keys of the configuration; `inner_options` are those of the inner compiler.
         mode: that of torch.compile.
         **more: as `options`.
 
@@ -254,7 +268,7 @@ def _named_backend(options: dict[str, Any]) -> Backend:
         raise ConfigurationError("options: 'scheme' and 'config' are two names of the same; give one")
     config = options.get("scheme", options.get("config"))
     keys = {key: value for key, value in options.items() if key not in ("scheme", "config")}
-    if config is None and not set(keys) - {"inner", "root", "strict", "dump_dir"}:
+    if config is None and not set(keys) - {"inner", "root", "strict", "dump_dir", "tuned"}:
         raise ConfigurationError('options: name a scheme, as in options={"scheme": "fp8_per_block"}')
     key = repr((config, sorted(keys.items(), key=lambda pair: pair[0])))
     with _NAMED_LOCK:

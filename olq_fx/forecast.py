@@ -81,7 +81,7 @@ class Forecaster:
 def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend: str, fast_accum: bool) -> Forecast:
     n, k = candidate.shape
     before, after = candidate.bytes, quantized_bytes(get_format(slot.weight), n, k)
-    product = (kind, slot.weight, slot.activation, n, k, device)
+    product = (kind, slot.weight, slot.activation, n, k, device, candidate.dtype)
     choice = registry.select(*product)
     refusal = ""
     if backend not in (AUTO, choice.name):

@@ -85,25 +85,13 @@ class Inner:
         if self.compiler is None:
             settings = {**torch_private.mode_options(mode), **(options or {})}
             late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions(), ops.stays_whole)
-
-            folders = (dump_dir and dump_dir / f"late_{number}" for number in itertools.count(1))
-
-            def rewrite(graph: GraphModule) -> None:
-                dumps = Dumps(next(folders))
-                for record in pipeline.run_late(graph, dumps):
-                    for reject in record.rejects:
-                        refuse(record.name, reject.where, reject.reason)
-                before = operators_of(graph) if dumps else {}
-                changed = late.expand(graph)
-                if dumps:
-                    dumps.add(graph, "decompose", changed, difference(before, operators_of(graph)))
-
+            fuse = torch_private.fuses_epilogues(settings)
             fused_quantize.prepare()
             found = torch_private.compile_inductor(
                 gm,
                 inputs,
                 decompositions={**ops.decompositions(), **late.table()},
-                rewrite=rewrite,
+                rewrite=_rewriting(late, fuse, refuse, dump_dir),
                 options=settings,
                 cache_tag=f"olq_fx:{sources()}:{tag}",
             )
@@ -113,6 +101,25 @@ class Inner:
             keywords["options"] = options
         compiled: Callable[..., Any] = self.compiler(gm, inputs, **keywords)
         return compiled
+
+
+def _rewriting(
+    late: LateDecompositions, fuse: bool, refuse: Callable[[str, str, str], None], dump_dir: Path | None
+) -> Callable[[GraphModule], None]:
+    """What is done to each graph of aten operators, forward or backward, that AOTAutograd makes of one graph."""
+    folders = (dump_dir and dump_dir / f"late_{number}" for number in itertools.count(1))
+
+    def rewrite(graph: GraphModule) -> None:
+        dumps = Dumps(next(folders))
+        for record in pipeline.run_late(graph, dumps, fuse=fuse):
+            for reject in record.rejects:
+                refuse(record.name, reject.where, reject.reason)
+        before = operators_of(graph) if dumps else {}
+        changed = late.expand(graph)
+        if dumps:
+            dumps.add(graph, "decompose", changed, difference(before, operators_of(graph)))
+
+    return rewrite
 
 
 @functools.cache

@@ -154,6 +154,7 @@ class Emitter(PythonProcess):
         *arguments: Any,
         capability: int = 90,
         dynamic: bool | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> EmittedCode:
         """Compile a model for a GPU.
 
@@ -163,14 +164,16 @@ class Emitter(PythonProcess):
             arguments: of `build`.
             capability: of the GPU, 90 for sm_90.
             dynamic: as for torch.compile.
+            options: settings of Inductor, as for torch.compile, of the quantized model.
         """
-        found: EmittedCode = self.call(_built_and_emitted, build, config, arguments, capability, dynamic)
+        settings = None if options is None else dict(options)
+        found: EmittedCode = self.call(_built_and_emitted, build, config, arguments, capability, dynamic, settings)
         return found
 
 
-def _built_and_emitted(build: Any, config: Any, arguments: Any, capability: int, dynamic: bool | None) -> EmittedCode:
+def _built_and_emitted(build: Any, config: Any, arguments: Any, *rest: Any) -> EmittedCode:
     model, inputs = build(*arguments)
-    return emitted(model, inputs, config, capability, dynamic)
+    return emitted(model, inputs, config, *rest)
 
 
 def emitted(
@@ -179,6 +182,7 @@ def emitted(
     config: Any,
     capability: int,
     dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
     dump_dir: str | Path | None = None,
 ) -> EmittedCode:
     """Compile a callable for a GPU. For the process of an `Emitter`.
@@ -186,7 +190,7 @@ def emitted(
     Args:
         model: a callable.
         inputs: of it, on the CPU or on meta.
-        config, capability, dynamic: see `Emitter.emit`.
+        config, capability, dynamic, options: see `Emitter.emit`.
         dump_dir: see `olq_fx.backend`.
 
     Raises:
@@ -201,7 +205,8 @@ def emitted(
     if config is not None:
         inner: Any = _InnerForGpu("inductor", None, capability=capability, refused=refused)
         backend = olq_fx.backend(config, inner=inner, dump_dir=dump_dir)
-    compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    settings = {} if options is None or config is None else {"options": options}
+    compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True, **settings)
     given: list[Any] = []
     ways: dict[str, tuple[Launch, ...]] = {}
 

@@ -91,6 +91,7 @@ def _patches(capability: int) -> Iterator[Any]:
         (torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16, dtype=torch.uint8)),
         (torch.cuda, "set_rng_state", lambda state, device=None: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        (torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True),
         (fake_tensor, "init_gpu_context", lambda *_: None),  # a CUDA build of torch would look for a driver
         # Inductor traces its patterns on the device; those traced on a CPU are the same ones.
         (joint_graph, "lazy_init", lambda device=None, init=joint_graph.lazy_init: init(torch.device("cpu"))),

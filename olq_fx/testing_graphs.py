@@ -222,7 +222,7 @@ def calls_of(sources: Sequence[str]) -> Kernels:
 
 
 def _body_of_call(source: str) -> list[str]:
-    """The lines of the emitted `def call(args)`, without comments."""
+    """The lines of the emitted `def call(args)`, and of the parts that CUDA graphs cut it into, without comments."""
     lines: list[str] = []
     indent: int | None = None
     for line in source.splitlines():
@@ -231,6 +231,6 @@ def _body_of_call(source: str) -> list[str]:
             indent = None
         if indent is not None and not line.lstrip().startswith("#"):
             lines.append(line)
-        if re.match(r"\s*def call\(", line):
+        if re.match(r"\s*def (?:call|partition_\d+)\(", line):
             indent = here
     return lines

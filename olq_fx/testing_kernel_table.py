@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from olq_fx.kernels.triton_catalog import Entry
-from olq_fx.testing_machine_code import SHARED_MEMORY, Compiler
+from olq_fx.cost_model import SHARED_MEMORY
+from olq_fx.kernels.triton_entries import Entry
+from olq_fx.testing_machine_code import Compiler
 
 SLACK = 16
 """Registers of a thread that a kernel may need more than the table says, as patches of the compiler move some."""

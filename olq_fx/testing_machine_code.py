@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
+from olq_fx.cost_model import SHARED_MEMORY
 from olq_fx.testing_process import PythonProcess
-
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes of shared memory that one block of threads may have, by compute capability (CUDA programming guide)."""
 
 _MATRIX = re.compile(r"\b((?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
@@ -106,9 +104,9 @@ def machine_code(
 
     Args:
         kernel: a `triton.jit` function.
-        args: its arguments but the constants, in order: tensors of the dtypes that it will have, numbers, None. As at a
-            launch, a pointer is taken for aligned to 16 bytes, an integer that is a multiple of 16 for one; and 1 is a
-            constant.
+        args: its arguments but the constants, in order: tensors of the dtypes that it will have, descriptors of such,
+            numbers, None. As at a launch, a pointer is taken for aligned to 16 bytes, an integer that is a multiple of
+            16 for one; and 1 is a constant.
         constants: its constants by name.
         capability: 80, 86, 89, 90, 100 or 120.
         num_warps: warps of a block.
@@ -194,6 +192,8 @@ def _signature(
 def _type(name: str, value: Any) -> str:
     if isinstance(value, torch.Tensor) and value.dtype in _TYPES:
         return f"*{_TYPES[value.dtype]}"
+    if hasattr(value, "block_shape") and value.base.dtype in _TYPES:  # a tensor descriptor
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):

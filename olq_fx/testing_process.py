@@ -13,6 +13,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +60,7 @@ class PythonProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._aborted = False
 
     def __enter__(self) -> "Self":
         """The process itself, which starts with the first call."""
@@ -74,6 +76,16 @@ class PythonProcess:
         """End the process."""
         with self._lock:
             self._stop()
+
+    def abort(self) -> None:
+        """End the process for good, also in the middle of a call of another thread, which raises `ProcessDied`."""
+        self._aborted = True
+        self._kill()
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, run there.
@@ -92,8 +104,11 @@ class PythonProcess:
         """
         message = _dumps((Reference.of(function), args, kwargs))
         with self._lock:
-            if self._connection is None:
+            if self._connection is None and not self._aborted:
                 self._start()
+            if self._aborted:  # asked after the start: a process that came too late for `abort` ends here
+                self._stop()
+                raise ProcessDied("the process was ended for good")
             return self._exchange(message)
 
     def _start(self) -> None:
@@ -105,6 +120,7 @@ class PythonProcess:
                 env=os.environ | {"PYTHONPATH": path} | self._environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that what it has started ends with it, an assembler that hangs too
             )
         self._connection = ours
         if self._setup is not None:
@@ -146,7 +162,7 @@ class PythonProcess:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.kill()
+            self._kill()
             self._process.wait()
         self._process = self._connection = None
 

@@ -370,6 +370,13 @@ def compile_inductor(
     return found
 
 
+def fuses_epilogues(options: dict[str, Any]) -> bool:
+    """Whether Inductor may compute in a product's kernel what follows it, under these settings."""
+    from torch._inductor import config
+
+    return bool(options.get("epilogue_fusion", config.epilogue_fusion))
+
+
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """What Inductor puts in the place of aten's operators before it looks at a graph."""
     from torch._inductor.decomposition import select_decomp_table

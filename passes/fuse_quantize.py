@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from olq_fx import torch_private
 from olq_fx.formats import get_format
+from olq_fx.kernels import support
 from olq_fx.kernels.fused_quantize import Product, fused_quantize, remember
 from olq_fx.passes.base import PassResult, Reject
 from olq_fx.passes.body_stages import cut, name_of
@@ -56,13 +57,22 @@ class FuseQuantize:
             x = tensor_of(node.args[0])
             if x is None or x.device.type not in self.devices or x.dtype not in DTYPES:
                 continue
-            done, reason = _fuse(node)
+            lacks = _lacks(x.device)
+            done, reason = (False, f"no kernel fuses its quantization: {lacks}") if lacks else _fuse(node)
             fused += done
             if reason:
                 rejects.append(Reject(caller(node) or node.name, reason))
         if fused:
             torch_private.drop_dead_code(gm)
         return PassResult(fused, tuple(rejects))
+
+
+def _lacks(device: torch.device) -> str:
+    """Why no kernel is made for a device; "" if one is."""
+    if device.type != "cuda":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return support.why_not(10 * major + minor)
 
 
 def _fuse(quantize: Node) -> tuple[bool, str]:

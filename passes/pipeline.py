@@ -76,17 +76,18 @@ def run(gm: GraphModule, context: Context, *, dump_dir: Path | None = None) -> t
     return records
 
 
-def run_late(gm: GraphModule, dumps: Dumps | None = None) -> tuple[PassRecord, ...]:
+def run_late(gm: GraphModule, dumps: Dumps | None = None, *, fuse: bool = True) -> tuple[PassRecord, ...]:
     """Run the late passes on a graph of aten operators, in place.
 
     Args:
         gm: the graph.
         dumps: gets the graph before the first and after each pass.
+        fuse: whether kernels may be fused; else no late pass runs.
 
     Raises:
         AssertionError: a pass left a malformed graph, or other results in shape or dtype.
     """
-    return _run_each(gm, [make() for make in LATE_PASSES], dumps or Dumps(None))
+    return _run_each(gm, [make() for make in LATE_PASSES] if fuse else [], dumps or Dumps(None))
 
 
 def _run_each(gm: GraphModule, steps: Sequence[Pass], dumps: Dumps) -> tuple[PassRecord, ...]:

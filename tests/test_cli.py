@@ -1,5 +1,6 @@
 """`olq-fx`: a table of commands with what they print and their exit codes, dotted keys, errors, JSON."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ import click
 import pytest
 
 import olq_fx
+from olq_fx import tuning, tuning_compile
 from olq_fx.cli import cli
 from olq_fx.cli_answers import EXIT_CODES
 from olq_fx.formats import FORMATS
+from olq_fx.kernels.tuned_json import load
 from olq_fx.schemes import SCHEMES
 
 if sys.version_info >= (3, 11):
@@ -23,6 +26,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PLAN = ("plan", "cases:stack")
 KERNELS = ("kernels", "cases:stack")
+TUNE = ("tune", "--shape", "5x256x256", "--scheme", "int8", "--arch", "sm_80", "--candidates", "2")
 EMITTED = (*KERNELS, "--emitted")
 COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0")
 
@@ -57,6 +61,9 @@ COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0"
         (KERNELS, "nvfp4_weight_only"),
         (("kernels", "cases:ready", "-q", "int8", "--no-meta", "--dtype", "bfloat16"), "not measurements"),
         (("kernels", "--code", "--format", "int8_per_token", "--arch", "sm_120"), "kernels for sm_120 by triton"),
+        ((*TUNE, "--out", "t.json"), "1 choices for sm_80 written to t.json"),
+        ((*TUNE, "--kernel", "grouped", "--experts", "3"), "grouped int8_per_token x int8_per_channel_static, 8 x 256"),
+        (("tune", "cases:stack", "-q", "mxfp8", "--m", "3", "--candidates", "1"), "nothing was measured"),
         ((*COMPARE, "-q", "mxfp8"), "relative_l2"),
         ((*COMPARE, "-q", "mxfp8", "--fail-under", "cosine=0.9,psnr_db=20"), "all bounds hold"),
         ((*COMPARE, "-q", "none", "--fail-over", "mae=0"), "all bounds hold"),
@@ -153,6 +160,27 @@ def test_what_works(olq, arguments, said):
         (("kernels", "--code", "--format", "mxfp9"), 2, "did you mean 'mxfp8'"),
         (("kernels", "--code", "--format", "fp8_per_block_static_128x32"), 2, "no kernel knows the format"),
         (("kernels", "no/such/model"), 2, "no folder here"),
+        (("tune",), 2, "either MODEL or --shape"),
+        ((*TUNE, "cases:stack"), 2, "either MODEL or --shape"),
+        (("tune", "cases:stack"), 2, "--quantization NAME"),
+        (("tune", "cases:stack", "-q", "fp8", "--experts", "2"), 2, "go with --shape"),
+        (("tune", "cases:stack", "-q", "none"), 2, "nothing to tune"),
+        (("tune", "cases:stack", "-q", "fp8", "--m", "0"), 2, "positive numbers of rows"),
+        ((*TUNE, "-q", "int8"), 2, "given 2 times"),
+        ((*TUNE, "--m", "3"), 2, "--m goes with MODEL"),
+        ((*TUNE, "--shape", "5x256"), 2, "--shape takes MxNxK"),
+        ((*TUNE, "--shape", "5x0x256"), 2, "three positive numbers"),
+        ((*TUNE, "--kernel", "grouped"), 2, "--experts N goes with --kernel grouped"),
+        ((*TUNE, "--experts", "2"), 2, "--experts N goes with --kernel grouped"),
+        ((*TUNE, "--kernel", "chain"), 2, "int8_per_token has a statistic of more than a piece of a row"),
+        ((*TUNE, "--kernel", "gemm"), 2, "'product', 'chain', 'grouped'"),
+        ((*TUNE, "--out", "no/such/folder.json"), 2, "no file can be written there"),
+        ((*TUNE, "--out", "."), 2, "no file can be written there"),
+        ((*TUNE, "--arch", "sm_91"), 2, "did you mean 'sm_90'"),
+        ((*TUNE, "--candidates", "0"), 2, "--candidates"),
+        (("tune", "--shape", "5x256x256", "--scheme", "fp9"), 2, "did you mean 'fp8'"),
+        (("tune", "--shape", "5x256x256", "-q", "mxfp8_weight_only", "--kernel", "chain"), 2, "this scheme has none"),
+        (("tune", "--shape", "5x256x256", "-q", "none"), 2, "this configuration names none"),
         (("compare", "cases:stack", "-q", "fp8"), 2, "--inputs"),
         (("compare", "cases:stack", "-q", "fp8", "--text", "cases.py"), 2, "--inputs"),
         ((*COMPARE, "-q", "fp8", "--text", "cases.py"), 2, "exclude"),
@@ -199,6 +227,7 @@ def test_what_does_not(olq, arguments, code, said):
         (*PLAN, "-q", "fp8"),
         KERNELS,
         ("kernels", "--code", "--format", "int8_per_token"),
+        TUNE,
         (*COMPARE, "-q", "none"),
         (*COMPARE, "-q", "mxfp4", "--fail-under", "sqnr_db=13", "--suggest-ignore"),
     ],
@@ -209,6 +238,30 @@ def test_everything_is_strict_json(olq, arguments):
     assert ended.data
     assert ended.code == text.code
     assert ended.err == ""
+
+
+def test_a_tuned_table_is_written_for_others_to_follow(olq):
+    ended = olq(*TUNE, "--out", "t.json", "--json")
+    table = load("t.json")
+    [(problem, choice)] = table.choices.items()
+    assert (table.capability, table.device, table.ignored) == (80, "", ())
+    assert (problem.m, problem.n, problem.k, problem.weight) == (8, 256, 256, "int8_per_channel_static")
+    [said] = ended.data["problems"]
+    assert said["choice"]["blocking"] == dataclasses.asdict(choice.blocking)
+    assert len(said["tried"]) == 2
+    assert not ended.data["measured"]
+
+
+def test_where_no_candidate_can_be_used_the_exit_code_says_so(olq, monkeypatch):
+    def none_compiles(candidates, **options):
+        return [tuning_compile.Compiled(one, "8 bytes of stack", None) for one in candidates]
+
+    monkeypatch.setattr(tuning, "compile_all", none_compiles)
+    ended = olq(*TUNE, "--out", "t.json")
+    assert ended.code == 4
+    assert "8 bytes of stack" in ended.out
+    assert "1 of 1 problems have no blocking that can be used" in ended.out
+    assert load("t.json").choices == {}
 
 
 def test_an_error_is_json_too(olq):

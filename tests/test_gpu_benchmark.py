@@ -19,9 +19,10 @@ import gpu_products
 import gpu_timing
 import pytest
 import torch
-from gpu_timing import Comparison, Entry, Figure, Target, copies_of, figures_of, measure, measure_all
+from gpu_timing import Comparison, Figure, Target, figures_of, measure, measure_all
 
 from olq_fx.formats import FORMATS
+from olq_fx.gpu_timing import Entry, copies_of
 from olq_fx.kernels import reference
 from olq_fx.testing import Interpreter, assert_kernel_code
 
@@ -260,8 +261,8 @@ KERNELS = {"products": "triton_product", "grouped": "triton_experts", "fused": "
 
 
 def launches(comparison: Comparison) -> list[object]:
-    """What is done before launching, of our entry and of the copy."""
-    return [one.make(0) for one in comparison.entries if one.name in ("olq_fx", gpu_data.COPY)]
+    """What is done before launching, of our entries and of the copy."""
+    return [one.make(0) for one in comparison.entries if one.name in ("olq_fx", gpu_products.TILES, gpu_data.COPY)]
 
 
 @pytest.mark.usefixtures("in_small")

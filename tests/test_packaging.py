@@ -29,7 +29,12 @@ print("smoke test passed")
 
 def sources() -> dict[str, Path]:
     """Every file that belongs in the wheel, by its name there."""
-    mapped = {"olq_fx": "olq_fx", "olq_fx/passes": "passes", "olq_fx/kernels": "kernels"}
+    mapped = {
+        "olq_fx": "olq_fx",
+        "olq_fx/passes": "passes",
+        "olq_fx/kernels": "kernels",
+        "olq_fx/kernels/tuned": "kernels/tuned",
+    }
     return {
         f"{package}/{path.name}": path
         for package, folder in mapped.items()

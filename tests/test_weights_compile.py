@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional
 from olq_fx import torch_private
 from olq_fx.formats import FORMATS
 from olq_fx.schemes import SCHEMES
-from olq_fx.testing import assert_same_bits, assert_sqnr
+from olq_fx.testing import assert_same_bits, assert_sqnr, sqnr
 from olq_fx.weights import QuantizedWeight, WeightSpec, quantize_weight
 
 
@@ -314,6 +315,17 @@ def test_export(strict: bool):
     model, x = convert_all(nn.Sequential(Block()), "mxfp8"), torch.randn(2, 3, 64)
     program = torch.export.export(model, (x,), strict=strict)
     assert_same_bits(program.module()(x), model(x))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_ahead_of_time_compilation(tmp_path: Path):
+    """AOTInductor: a package of a quantized model, which needs no Python to run."""
+    model, x = convert_all(nn.Sequential(Block()), "mxfp8"), torch.randn(2, 3, 64)
+    program = torch.export.export(model, (x,))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    found = torch._inductor.aoti_load_package(package)(x)
+    assert sqnr(found, model(x)) > 60
 
 
 def test_graphs_do_not_keep_what_was_quantized_for_them():

@@ -148,6 +148,19 @@ def test_rows_may_be_a_symbol(emitter: Emitter, interpreter: Interpreter):
         assert_same_bits(result, model(x))
 
 
+MODES = {
+    "cudagraphs": {"triton.cudagraphs": True},
+    "nothing after products": {"epilogue_fusion": False},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_settings_of_inductor(emitter: Emitter, mode: str):
+    code = emitter.emit(fused_models.feed_forward, "fp8_per_block", options=MODES[mode])
+    fused = 0 if mode == "nothing after products" else 2
+    assert sum("triton_tem_fused_quantize" in name for name in code.launches) == fused
+
+
 # Machine code
 
 

@@ -24,8 +24,8 @@ def representatives(capability: int) -> list[Entry]:
     """For each kernel the first entry of each element: what is compiled without the marker `slow`."""
     found: dict[tuple[str, str], Entry] = {}
     for entry in catalog(capability):
-        kernel = entry.call.kernel.fn.__name__
-        found.setdefault((kernel, FORMATS[entry.formats[0]].element if entry.formats[0] in FORMATS else ""), entry)
+        elements = [FORMATS[name].element for name in entry.formats[:1] if name in FORMATS]
+        found.setdefault((entry.call.kernel.fn.__name__, "".join(elements)), entry)
     return list(found.values())
 
 

@@ -90,6 +90,13 @@ def test_a_view_is_the_bound_and_not_its_storage(interpreter):
         interpreter.launch(samples.unmasked_kernel, (2,), x[:100], torch.zeros(100), 100, BLOCK=64)
 
 
+def test_a_descriptor_reads_zeros_beyond_its_tensor(interpreter):
+    whole = torch.randn(12, 28)
+    expected = torch.zeros(16, 16)
+    expected[:10, :8] = whole[:10, 16:24]
+    assert_same_bits(interpreter.call(samples.second_tile, whole[:10, :24]), expected)
+
+
 def test_arithmetic_on_bfloat16_is_an_error(interpreter):
     x = torch.randn(64).bfloat16()
     with pytest.raises(Exception, match="cast to float32 after the load"):
@@ -176,6 +183,15 @@ def test_the_code_of_a_product():
         samples.product_kernel, product_args(torch.float16), {"BLOCK": 64}, {80: r"mma\.sync.*f16", 90: "wgmma.*f16"}
     )
     assert [found.capability for found in codes] == [80, 90]
+
+
+def test_the_code_of_a_kernel_with_a_descriptor():
+    args = (samples.descriptor(torch.empty(64, 64, device="meta")), torch.empty(16, 16, device="meta"))
+    code = machine_code(samples.descriptor_kernel, args, {"BLOCK": 16}, 90)
+    assert "UTMALDG" in code.sass
+    with Compiler() as compiler:
+        there = compiler.machine_code(samples.descriptor_kernel, args, {"BLOCK": 16}, 90)
+    assert there.registers == code.registers
 
 
 def test_code_without_a_product():

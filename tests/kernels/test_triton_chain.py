@@ -9,7 +9,8 @@ from olq_fx import numerics
 from olq_fx.errors import UnsupportedError
 from olq_fx.formats import FORMATS, get_format
 from olq_fx.kernels import producers, reference, triton_linear_chain, triton_product
-from olq_fx.kernels.triton_linear_chain import Chain, chain_call, refusal
+from olq_fx.kernels.support import chain_refusal
+from olq_fx.kernels.triton_linear_chain import Chain, chain_call
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_same_bits
 
 OPERANDS = [
@@ -140,7 +141,7 @@ def test_products_of_nothing(interpreter, m, n, k, chain):
 def test_formats_whose_statistics_are_wider_than_a_tile_are_refused_by_name(format):
     found = get_format(format)
     wide = format in ("fp8_per_tensor_dynamic", "fp8_per_token", "int8_per_token", "nvfp4_per_token", "mxfp4_dualscale")
-    assert bool(refusal(found)) == wide
+    assert bool(chain_refusal(found)) == wide
     if wide:
         args = ([torch.zeros(2, 32)], "", reference.quantize(torch.zeros(8, 32), "mxfp8", "ceil"), "mxfp8")
         with pytest.raises(UnsupportedError, match=f"{format} has a statistic of more than a piece of a row"):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from olq_fx.errors import ConversionError
 from olq_fx.formats import FORMATS, get_format
 from olq_fx.kernels import experts, triton_experts, triton_product
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Segments
 from olq_fx.kernels.triton_calls import run
-from olq_fx.kernels.triton_product import Blocking
 from olq_fx.numerics import dequantize
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
@@ -245,7 +245,11 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+# The representatives of the catalogue are compiled for each of them in any case.
+ALL_CODE = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 89, 100, 120))]
+
+
+@pytest.mark.parametrize("capability", ALL_CODE)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability):
     slot, count, n, k = SCHEMES[scheme].moe, 64, 3072, 4096

@@ -6,30 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from product_cases import ACTIVATIONS, WEIGHTS, meta, quantized, values
 
-from olq_fx import cost_model, numerics
-from olq_fx.formats import FORMATS, get_format
+from olq_fx import cost_model
+from olq_fx.formats import get_format
 from olq_fx.kernels import triton_product
-from olq_fx.kernels.triton_product import Blocking, instruction_of, operand_of, product_calls
+from olq_fx.kernels.blocking import Blocking
+from olq_fx.kernels.triton_product import instruction_of, operand_of, product_calls
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
 
-WEIGHTS = [name for name, found in FORMATS.items() if found.weight]
-ACTIVATIONS = [*(name for name, found in FORMATS.items() if found.activation), ""]
 CAPABILITIES = (80, 90, 100)
 # Of ordinary size: scales whose product float32 does not have are another matter, see triton_matmul.
 KINDS = ("normal", "zero", "outlier", "constant", "power_of_two")
-
-
-def quantized(x, format, weight=False):
-    if not format:
-        return [x]
-    found = get_format(format)
-    return list(numerics.quantize(x, found, found.weight_rule if weight else found.activation_rule))
-
-
-def values(parts, format, k):
-    return numerics.dequantize(tuple(parts), get_format(format), k) if format else parts[0].float()
 
 
 def check(interpreter, x, w, activation, weight, capability, bias=None, residual=None, **options):
@@ -158,15 +147,6 @@ def test_activations_in_original_precision_lose_no_bit(interpreter, weight, dtyp
     torch.testing.assert_close(y.double(), expected, rtol=2.0**-23, atol=0)
 
 
-def meta(format, rows, k, dtype=torch.bfloat16):
-    if not format:
-        return [torch.empty(rows, k, dtype=dtype, device="meta")]
-    return [
-        torch.empty(part.shape, dtype=part.dtype, device="meta")
-        for part in numerics.part_specs(get_format(format), rows, k)
-    ]
-
-
 @pytest.mark.parametrize(
     ("activation", "weight", "capability", "dot", "promote"),
     [
@@ -180,7 +160,12 @@ def meta(format, rows, k, dtype=torch.bfloat16):
         ("", "nvfp4", 90, "bf16", False),
         ("mxfp8", "mxfp8", 100, "scaled", False),
         ("mxfp4", "mxfp4", 120, "scaled", False),
-        ("mxfp8", "mxfp4", 100, "bf16", False),
+        ("mxfp8", "mxfp4", 90, "bf16", False),
+        ("mxfp8", "mxfp4", 100, "scaled", False),
+        ("mxfp4", "mxfp8", 100, "scaled", False),
+        ("mxfp8", "mxfp4", 120, "bf16", False),
+        ("nvfp4_per_token", "mxfp8", 100, "bf16", False),
+        ("mxfp8", "mxfp4_dualscale", 100, "bf16", True),
         ("nvfp4_per_token", "nvfp4", 120, "scaled", False),
         ("mxfp4_dualscale", "mxfp4_dualscale", 100, "bf16", True),
     ],
@@ -198,7 +183,7 @@ def test_the_instruction_for_a_pair(activation, weight, capability, dot, promote
 def test_the_cost_model_counts_the_instruction_that_is_used(activation, weight, capability):
     a, b = operand_of(meta(activation, 32, 256), activation), operand_of(meta(weight, 64, 256), weight)
     used = instruction_of(a, b, 256, capability).dot
-    fp4 = b.side == "e2m1"
+    fp4 = a.side == b.side == "e2m1"
     rate = {"scaled": "fp4" if fp4 else "fp8", "fp16": "bf16"}.get(used, used)
     counted = cost_model.instruction(get_format(weight), get_format(activation) if activation else None, capability)
     assert counted.rate == rate
@@ -236,9 +221,9 @@ INSTRUCTIONS = {
 
 
 @pytest.mark.parametrize(("scheme", "capability", "m"), [
-    ("fp8_per_block", 90, 4096), ("fp8_per_block", 90, 1), ("fp8_per_channel", 89, 64), ("fp8_per_channel", 100, 4096),
-    ("fp8_per_block", 120, 4096), ("int8", 80, 4096), ("int8", 90, 1), ("mxfp4", 90, 4096), ("mxfp8", 80, 64),
-    ("nvfp4_per_token", 90, 64), ("nvfp4_weight_only", 100, 1), ("mxfp4_dualscale", 90, 4096),
+    ("fp8_per_block", 90, 4096), ("fp8_per_block", 90, 16), ("fp8_per_channel", 89, 64), ("fp8_per_channel", 100, 4096),
+    ("fp8_per_block", 120, 4096), ("int8", 80, 4096), ("int8", 90, 16), ("mxfp4", 90, 4096), ("mxfp8", 80, 64),
+    ("nvfp4_per_token", 90, 64), ("nvfp4_weight_only", 100, 16), ("mxfp4_dualscale", 90, 4096),
 ])  # fmt: skip
 def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability, m):
     slot, k = SCHEMES[scheme].linear, 4096
@@ -248,3 +233,15 @@ def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability,
     wanted = INSTRUCTIONS[calls[0].constants["DOT"], capability]
     for call, instruction in zip(calls, (wanted, ""), strict=False):
         assert_kernel_code(call.kernel, call.args, call.constants, {capability: instruction}, **call.options)
+
+
+@pytest.mark.parametrize("pair", [("mxfp8", "mxfp4"), ("mxfp4", "mxfp8")], ids=str)
+def test_e4m3_with_e2m1_has_an_instruction_on_sm_100(pair):
+    """Also of few rows, that lie on the narrow side."""
+    for m in (16, 4096):
+        out = torch.empty(m, 4096, dtype=torch.bfloat16, device="meta")
+        call = product_calls(
+            meta(pair[0], m, 4096), pair[0], meta(pair[1], 4096, 4096), pair[1], 4096, out, capability=100
+        )[0]
+        wanted = {100: r"^tcgen05.*mxf8f6f4\.block_scale"}
+        assert_kernel_code(call.kernel, call.args, call.constants, wanted, **call.options)

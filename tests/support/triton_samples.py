@@ -5,6 +5,7 @@ import os
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -54,6 +55,22 @@ def deep_kernel(a, b, out, K, BLOCK: tl.constexpr):
         right = tl.load(b + at[None, :] * K + k + at[:, None])
         total += tl.dot(left, right)
     tl.store(out + at[:, None] * BLOCK + at[None, :], total)
+
+
+@triton.jit
+def descriptor_kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at[:, None] * BLOCK + at[None, :], x.load([0, BLOCK]))
+
+
+def descriptor(x: torch.Tensor) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 16])
+
+
+def second_tile(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(16, 16, dtype=x.dtype)
+    descriptor_kernel[(1,)](descriptor(x), out, BLOCK=16)
+    return out
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
