@@ -144,7 +144,8 @@ def _lane(
             config = QuantizationConfig.parse(None)  # every weight says by itself what it is
         module = _Called(built, call)
         code = emitted(module, module.tensors, config, capability, dump_dir=dump)
-        return Lane(name, dataclasses.replace(code, inputs=()), calls_made(code)), said
+        reasons = tuple(reason.replace(": model.", ": ", 1) for reason in code.reasons)  # the paths of the model itself
+        return Lane(name, dataclasses.replace(code, inputs=(), reasons=reasons), calls_made(code)), said
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from olq_fx.cli_answers import DONE, FAILED, Answer
 from olq_fx.cost_model import Architecture
+from olq_fx.folding import fold
 from olq_fx.tables import size_of, table_of
 from olq_fx.testing_emitted import EmittedCode
 from olq_fx.testing_emitted_calls import BASIS, EmittedCall
@@ -168,4 +169,7 @@ def _summary(lanes: Sequence[Lane]) -> str:
 
 
 def _reasons(lanes: Sequence[Lane]) -> list[str]:
-    return list(dict.fromkeys(f"not fused: {reason}" for lane in lanes for reason in lane.code.reasons))
+    """What passes refused, a line for equal layers of repeated blocks."""
+    parts = [reason.split(": ", 2) for lane in lanes for reason in lane.code.reasons]
+    folded = fold([where for _, where, _ in parts], [(name, reason) for name, _, reason in parts])
+    return [f"{one.text}: {parts[one.members[0]][2]}" for one in folded]

@@ -56,6 +56,13 @@ def test_a_folder_of_hugging_face_as_text(olq):
     assert not any(name.removeprefix("aten.") in ended.out.split() for name in VIEWS)
 
 
+def test_what_is_not_fused_is_said_once_for_equal_blocks(olq):
+    ended = olq("kernels", MODEL, "--emitted", "-q", "int8", "--blocks", "2", "--tokens", "1x16", "--no-code")
+    [line] = [line for line in ended.out.splitlines() if "kernel of its own" in line]
+    assert line.startswith("model.layers.{0,1}.mlp.down_proj: ")
+    assert "int8_per_token" in line
+
+
 def test_weights_and_what_the_model_prints(olq):
     ended = olq(
         "kernels", "cases:speaks", "--emitted", "--inputs", "cases:inputs", "--no-meta", "--no-code", "--json",
