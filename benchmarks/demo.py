@@ -14,8 +14,11 @@ the table has
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import importlib.util
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,14 +148,13 @@ def nearest(embeddings: Tensor) -> Tensor:
     return (questions @ passages.T).argmax(-1)
 
 
-def run(encoder: Encoder, scheme: str, compiled: bool, say: Callable[[str], None]) -> Result:
-    """Quantize through both routes and measure."""
+def run(encoder: Encoder, scheme: str, say: Callable[[str], None]) -> tuple[Result, nn.Module]:
+    """Quantize through both routes; the row, without times, and the model that `quantize_` made."""
     say(f"{scheme}: quantize_")
     model = copy_of(encoder.model)
     report = olq_fx.quantize_(model, scheme)
     embeddings = encoder.embed(model)
     sqnr = weight_sqnr(encoder.model, model, report.plan)
-    eager = milliseconds(lambda: encoder.embed(model), budget=0, at_least=1)
     say(f"{scheme}: backend, eager")
     torch.compiler.reset()
     other = torch.compile(copy_of(encoder.model), backend=olq_fx.backend(scheme, inner="eager"))
@@ -164,32 +166,69 @@ def run(encoder: Encoder, scheme: str, compiled: bool, say: Callable[[str], None
         cosine=encoder.cosine(embeddings),
         top1=encoder.top1(embeddings),
         same=same,
-        eager=eager,
+        eager=0.0,
     )
-    if not compiled:
-        return result
-    say(f"{scheme}: backend, compiled")
-    torch.compiler.reset()
+    return result, model
+
+
+@functools.cache
+def encoder_here() -> Encoder:
+    """The encoder of this process."""
+    return Encoder()
+
+
+_FAST: dict[str, Callable[..., Any]] = {}
+"""In the process that compiles: the compiled models by scheme."""
+
+
+def compile_scheme(scheme: str) -> int:
+    """Compile the model in a scheme, in the process that does, and run it once; how many compilations there were."""
+    encoder = encoder_here()
+    # All copies of the model share the code that Dynamo counts compilations of.
+    torch._dynamo.config.recompile_limit = len(SCHEMES)
     counted = Counted(olq_fx.backend(scheme))
-    fast = torch.compile(copy_of(encoder.model), backend=counted)
-    encoder.embed(fast)
-    return dataclasses.replace(
-        result,
-        compiled=milliseconds(lambda: encoder.embed(fast), budget=0, at_least=2),
-        compilations=counted.compilations,
-    )
+    _FAST[scheme] = torch.compile(copy_of(encoder.model), backend=counted)
+    encoder.embed(_FAST[scheme])
+    return counted.compilations
+
+
+def time_compiled(scheme: str) -> float:
+    """Milliseconds of one pass of a compiled model, there."""
+    encoder = encoder_here()
+    return milliseconds(lambda: encoder.embed(_FAST[scheme]), budget=0, at_least=2)
 
 
 def run_all(schemes: Sequence[str], everything: bool) -> list[Result]:
-    """The rows of the table, the unquantized model first."""
-    with progress() as bar:
-        task = bar.add_task("load the model", total=len(schemes) + 1)
-        encoder = Encoder()
-        results = [encoder.original()]
+    """The rows of the table, the unquantized model first.
+
+    Another process compiles meanwhile. Nothing is timed before it has finished.
+    """
+    compiled = [scheme for scheme in schemes if everything or scheme in COMPILED]
+    spawn = multiprocessing.get_context("spawn")
+    with progress() as bar, concurrent.futures.ProcessPoolExecutor(1, spawn) as other:
+        task = bar.add_task("load the model", total=len(schemes) + len(compiled) + 1)
+
+        def say(text: str) -> None:
+            bar.update(task, description=text)
+
+        compiling = [other.submit(compile_scheme, scheme) for scheme in compiled]
+        encoder = encoder_here()
+        found = []
         for scheme in schemes:
+            found.append(run(encoder, scheme, say))
             bar.advance(task)
-            compiled = everything or scheme in COMPILED
-            results.append(run(encoder, scheme, compiled, lambda text: bar.update(task, description=text)))
+        for scheme, future in zip(compiled, compiling, strict=True):
+            say(f"{scheme}: backend, compiled")
+            future.result()
+            bar.advance(task)
+        say("time all")
+        counts = {scheme: future.result() for scheme, future in zip(compiled, compiling, strict=True)}
+        times = {scheme: other.submit(time_compiled, scheme).result() for scheme in compiled}
+        results = [encoder.original()]
+        for result, model in found:
+            eager = milliseconds(functools.partial(encoder.embed, model), budget=0, at_least=1)
+            fast, count = times.get(result.scheme), counts.get(result.scheme)
+            results.append(dataclasses.replace(result, eager=eager, compiled=fast, compilations=count))
         bar.advance(task)
     return results
 

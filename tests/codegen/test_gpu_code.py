@@ -1,10 +1,13 @@
 """What Inductor emits for an NVIDIA GPU, in a process of its own that takes one for present."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from olq_fx.elements import ELEMENT_MAX
 from olq_fx.scales import NVFP4_RANGE
@@ -37,7 +40,10 @@ def emitted(format, **patches):
 def run(program: str, folder: Path, *arguments: str) -> str:
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM + program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | caches)
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | caches | {"PYTHONPATH": path}
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -71,3 +77,26 @@ def test_machine_code_is_there_without_a_gpu(tmp_path: Path):
         assert "div.rn.f32" in text
         assert "cvt.rn.satfinite.e4m3x2.f32" in text
         assert code.with_suffix(".cubin").stat().st_size
+
+
+CACHED = """
+import json
+import fused_models
+import olq_fx
+from torch._dynamo.utils import counters
+from olq_fx.inner import Inner
+
+scheme, = sys.argv[1:]
+model, inputs = fused_models.feed_forward()
+fast = torch.compile(model, backend=olq_fx.backend(scheme, inner=on_gpu(Inner.of("inductor").compile, 90)))
+with contextlib.suppress(GpuCodeCompiled), torch.no_grad():
+    fast(*inputs)
+print(json.dumps({name: count for name, count in counters["inductor"].items() if name.startswith("fxgraph_cache")}))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_takes_fused_kernels_from_the_cache(tmp_path: Path):
+    """And another scheme finds nothing there."""
+    found = [json.loads(run(CACHED, tmp_path, scheme).splitlines()[-1]) for scheme in ("mxfp8", "mxfp8", "mxfp4")]
+    assert found == [{"fxgraph_cache_miss": 1}, {"fxgraph_cache_hit": 1}, {"fxgraph_cache_miss": 1}]
