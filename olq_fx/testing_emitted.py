@@ -205,7 +205,7 @@ def emitted(
     if config is not None:
         inner: Any = _InnerForGpu("inductor", None, capability=capability, refused=refused)
         backend = olq_fx.backend(config, inner=inner, dump_dir=dump_dir)
-    settings = {} if options is None or config is None else {"options": options}
+    settings: dict[str, Any] = {} if options is None or config is None else {"options": options}
     compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True, **settings)
     given: list[Any] = []
     ways: dict[str, tuple[Launch, ...]] = {}
