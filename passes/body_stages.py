@@ -146,6 +146,12 @@ def _element(graph: Graph, kind: str, tensor: Node, m: Node, n: Node) -> Node:
     return graph.call_function(torch.ops.aten.index.Tensor, (tensor, index)) if index else tensor
 
 
+def _is_rounded(node: Node) -> bool:
+    """Whether eager mode rounds an operand to the dtype of a narrow result first: it does so with integers."""
+    dtype = dtype_of(node)
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 def _copied(graph: Graph, node: Node, copies: Mapping[Node, Any]) -> Any:
     """A pointwise operation on scalars, rounded where its result is: computed in float32 and cast, as eager does it."""
     if node.target is operator.getitem:
@@ -155,9 +161,10 @@ def _copied(graph: Graph, node: Node, copies: Mapping[Node, Any]) -> Any:
     narrow = node.target is not _CAST and dtype_of(node) in _NARROW
 
     def operand(each: Node) -> Any:
-        if narrow and dtype_of(each) in _NARROW:
-            return graph.call_function(_CAST, (copies[each], torch.float32))
-        return copies[each]
+        if not narrow or not (dtype_of(each) in _NARROW or _is_rounded(each)):
+            return copies[each]
+        value = graph.call_function(_CAST, (copies[each], dtype_of(node))) if _is_rounded(each) else copies[each]
+        return graph.call_function(_CAST, (value, torch.float32))
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
     assert callable(node.target)

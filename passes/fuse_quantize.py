@@ -128,7 +128,18 @@ def _pieces(region: Region, found: list[Piece], format: str) -> tuple[list[Piece
         return [], "its rows have a symbol's number of columns"
     sharing = collections.Counter(map(_sharing, found))
     most, _ = sharing.most_common(1)[0]
-    return [piece for piece in found if _sharing(piece) == most][:2], ""
+    chosen = _few([piece for piece in found if _sharing(piece) == most])
+    return chosen, "" if chosen else "more than two parts of it are read"
+
+
+def _few(pieces: list[Piece]) -> list[Piece]:
+    """At most two, of products that need not be computed elsewhere for the sake of other pieces."""
+    chosen: list[Piece] = []
+    for product in dict.fromkeys(piece.product for piece in pieces):
+        parts = [piece for piece in pieces if piece.product is product]
+        if len(chosen) + len(parts) <= 2:
+            chosen += parts
+    return chosen
 
 
 def _sharing(piece: Piece) -> tuple[Any, ...]:

@@ -78,6 +78,14 @@ def leaf_of(region: Region, node: Node, rows: Shape) -> Leaf:
     return Leaf(node, kind, (-1, columns if kind == "full" else 1), repeats)
 
 
+def _only_leaf(region: Region, node: Node) -> Leaf:
+    """How a body reads a tensor, which is the same wherever it does."""
+    first, *others = [leaf_of(region, node, rows) for rows in region.leaves[node]]
+    if any(other != first for other in others):
+        raise CannotSay(f"{node.name} is repeated along different rows in different places")
+    return first
+
+
 class RegionBody:
     """A body that is made of a region."""
 
@@ -97,9 +105,7 @@ class RegionBody:
         self.kept = region.kept(quantize)
         of_pieces = {piece.read for piece in pieces}
         self.residuals: list[Node | None] = [piece.residual for piece in pieces]
-        self.leaves = [
-            leaf_of(region, node, rows) for node, rows in sorted(region.leaves.items()) if node not in of_pieces
-        ]
+        self.leaves = [_only_leaf(region, node) for node in sorted(region.leaves) if node not in of_pieces]
         self._check()
 
     def _check(self) -> None:

@@ -9,7 +9,7 @@ The graph is one of aten operators, as AOTAutograd makes it.
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,15 +71,16 @@ class Region:
     Attributes:
         root: the matrix.
         shape: its shape (M, K).
-        inside: the operations, with the extents of rows that each is computed for.
-        leaves: what they read from elsewhere, likewise.
+        inside: the operations, with the extents of rows that each is computed for. What is broadcast may have several:
+            (2, 1, K) is another thing to rows (2, 2) than to rows (2, 2, 1).
+        leaves: what they read from elsewhere, with all such extents.
         stops: full-sized operations that count as leaves, because something that the region reads depends on them.
     """
 
     root: Node
     shape: Shape
-    inside: dict[Node, Shape] = dataclasses.field(default_factory=dict)
-    leaves: dict[Node, Shape] = dataclasses.field(default_factory=dict)
+    inside: dict[Node, list[Shape]] = dataclasses.field(default_factory=dict)
+    leaves: dict[Node, list[Shape]] = dataclasses.field(default_factory=dict)
     stops: frozenset[Node] = frozenset()
 
     @property
@@ -173,21 +174,27 @@ def _feeds(kept: Node, region: Region) -> bool:
     return False
 
 
-def _grow(region: Region, node: Node, rows: Shape) -> None:
-    """Take in a node that is computed for rows of these extents, and what it is computed from."""
-    known = region.inside.get(node, region.leaves.get(node))
-    if known is not None:
-        return
-    value = tensor_of(node)
-    if value is not None and region.is_full(value):
-        rows = tuple(value.shape[:-1])
-    if node in region.stops or not _is_inside(region, node, value):
-        region.leaves[node] = rows
-        return
-    region.inside[node] = rows
-    # What else a view reads are extents.
-    for source in node.all_input_nodes[:1] if node.target in VIEWS else node.all_input_nodes:
-        _grow(region, source, rows)
+def _grow(region: Region, root: Node, rows: Shape) -> None:
+    """Take in a node that is computed for rows of these extents, and all that it is computed from."""
+    waiting = [(root, rows)]
+    while waiting:
+        node, rows = waiting.pop()
+        value = tensor_of(node)
+        if value is not None and region.is_full(value):
+            rows = tuple(value.shape[:-1])
+        is_leaf = node in region.stops or not _is_inside(region, node, value)
+        known = (region.leaves if is_leaf else region.inside).setdefault(node, [])
+        if any(_alike(rows, each) for each in known):
+            continue
+        known.append(rows)
+        if not is_leaf:
+            # What else a view reads are extents.
+            sources = node.all_input_nodes[:1] if node.target in VIEWS else node.all_input_nodes
+            waiting += [(source, rows) for source in reversed(sources)]
+
+
+def _alike(a: Shape, b: Shape) -> bool:
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def _is_inside(region: Region, node: Node, value: Tensor | None) -> bool:
@@ -212,13 +219,16 @@ def _over_columns(region: Region, node: Node) -> bool:
     if source is None or not region.is_full(source):
         return False
     named = torch_private.arguments_of(node)
+    # A row is held and added in float32.
+    if source.dtype not in DTYPES or named.get("dtype") not in (None, *DTYPES):
+        return False
     dims = named.get("dim")
     if not isinstance(dims, (list, tuple)) or len(dims) != 1 or dims[0] not in (-1, source.dim() - 1):
         return False
     return named.get("keepdim") is True and named.get("correction", 0) == 0
 
 
-def _ancestors(node: Node, inside: dict[Node, Shape]) -> Iterator[Node]:
+def _ancestors(node: Node, inside: Container[Node]) -> Iterator[Node]:
     waiting, seen = [node], set()
     while waiting:
         each = waiting.pop()
@@ -232,9 +242,8 @@ def piece_of(region: Region, leaf: Node) -> Piece | None:
     """The columns of a product that a leaf is; None if it is something else."""
     path, node, first = [leaf], leaf, 0
     value = tensor_of(leaf)
-    if value is None or not region.is_full(value):
+    if value is None or not region.is_full(value) or not isinstance(columns := value.shape[-1], int):
         return None
-    columns = int(value.shape[-1])
     while node.target is not PRODUCT:
         step = _step(node)
         if step is None:
@@ -262,8 +271,17 @@ def _step(node: Node) -> tuple[int, Node] | None:
     if node.target is aten.slice.Tensor:
         named = torch_private.arguments_of(node)
         if named["dim"] in (-1, whole.dim() - 1) and named.get("step", 1) == 1:
-            return int(named["start"] or 0), source
+            return _slice_step(named["start"], whole.shape[-1], source)
     return None
+
+
+def _slice_step(start: Any, extent: Any, source: Node) -> tuple[int, Node] | None:
+    """Of a slice that begins somewhere, which may be given from the end, or before the first column."""
+    if start is None or (isinstance(start, int) and start == 0):
+        return 0, source
+    if not isinstance(start, int) or not isinstance(extent, int):
+        return None
+    return max(0, start + extent if start < 0 else start), source
 
 
 def _split_step(node: Node, split: Node, value: Tensor) -> tuple[int, Node] | None:

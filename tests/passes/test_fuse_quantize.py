@@ -97,7 +97,7 @@ def test_every_format_is_fused_or_declined_with_a_reason(format: str):
         assert "statistic of more than a piece of a row" in declined(layer, *inputs)
 
 
-@pytest.mark.parametrize("halves", ["chunk", "split", "slice"])
+@pytest.mark.parametrize("halves", ["chunk", "split", "slice", "from the end", "beyond the end"])
 def test_halves_of_one_product_are_two_products(halves: str):
     def mlp(x: Tensor, w: list[Tensor]) -> list[Tensor]:
         both = product(quantized(x.flatten(0, 1)), w).view(2, 3, 2 * N)
@@ -105,12 +105,36 @@ def test_halves_of_one_product_are_two_products(halves: str):
             gate, up = both.chunk(2, -1)
         elif halves == "split":
             gate, up = both.split([N, N], -1)
+        elif halves == "from the end":
+            gate, up = both[..., -1000:N], both[..., -N:]
+        elif halves == "beyond the end":
+            gate, up = both[..., :-N], both[..., N:1000]
         else:
             gate, up = both[..., :N], both[..., N:]
         return quantized((functional.gelu(gate) * up).flatten(0, 1))
 
     [call] = calls(fused(mlp, random(2, 3, K), weight(2 * N, K)))
     assert sorted(each[7:] for each in call.args[1]) == [(0, N), (N, N)]
+
+
+def test_thirds_of_a_product_are_no_kernel():
+    """Two of them in the kernel, and the product once more for the sake of the third, would be more work."""
+
+    def layer(x: Tensor, w: list[Tensor]) -> list[Tensor]:
+        first, second, third = product(quantized(x), w).chunk(3, -1)
+        return quantized(functional.silu(first) * second * third)
+
+    assert "more than two parts of it are read" in declined(layer, random(M, K), weight(3 * N, K))
+
+
+def test_what_is_not_read_in_two_parts_with_another_product_is_left_whole():
+    def layer(x: Tensor, w: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+        parts = quantized(x)
+        both, more = product(parts, w), product(parts, other)
+        return quantized(more * both[:, :N] * both[:, N:])
+
+    gm = fused(layer, random(M, K), weight(2 * N, K), weight(N, K, seed=2))
+    assert sum(node.target is PRODUCT for node in gm.graph.nodes) == 1
 
 
 def test_bias_and_residual_are_part_of_it_and_the_stream_is_kept():
@@ -280,6 +304,43 @@ def test_positions_are_repeated_in_another_way():
 
     reason = declined(layer, random(2, 3, K), random(3, K))
     assert "is repeated along other rows than the last ones of (2, 3)" in reason
+
+
+def test_one_tensor_is_repeated_in_two_ways():
+    def layer(x: Tensor, b: Tensor) -> Any:
+        y = functional.layer_norm(x.view(2, 2, K) + b, (K,))
+        return quantized((y.view(2, 2, 1, K) * b).view(4, K))
+
+    assert "is repeated along other rows than the last ones" in declined(layer, random(4, K), random(2, 1, K))
+
+    def other(x: Tensor, b: Tensor) -> Any:
+        y = functional.layer_norm(x.view(4, 2, K) + b, (K,))
+        return quantized((y.view(2, 4, K) * b.view(4, 1, K)[:2]).view(8, K))
+
+    fused(other, random(8, K), random(4, 1, K))
+
+
+REDUCED = {
+    "count": lambda x: (x > 0).sum(-1, keepdim=True),
+    "float64": lambda x: x.double().sum(-1, keepdim=True),
+    "sum in float64": lambda x: x.sum(-1, keepdim=True, dtype=torch.float64),
+    "maximum of integers": lambda x: (x * 100).int().amax(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_row_is_reduced_in_float32_or_elsewhere(name: str):
+    gm = graph_of(lambda x: quantized((x * REDUCED[name](x)).to(x.dtype)), random(M, K))
+    assert PASS(gm).changed == 0
+
+
+def test_a_long_way_back():
+    def layer(x: Tensor) -> Any:
+        for _ in range(1200):
+            x = -x
+        return quantized(functional.layer_norm(x, (K,)))
+
+    fused(layer, random(M, K))
 
 
 # Bodies

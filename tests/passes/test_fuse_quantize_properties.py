@@ -159,3 +159,21 @@ def test_the_words_of_bodies():
 def test_examples_are_fused(steps: list[Any]):
     layer, inputs = program(steps, torch.bfloat16, "product", BLOCK)
     assert FuseQuantize(devices=("cpu",))(graph_of(layer, *inputs)).changed == 1
+
+
+@pytest.mark.parametrize("shape", [(ROWS, N), (ROWS, 1), (N,), ()], ids=str)
+def test_integers_are_rounded_first(shape: tuple[int, ...]):
+    """Eager mode adds a tensor of integers to a bfloat16 one after it has made it bfloat16."""
+
+    def layer(x: Tensor, w: list[Tensor], whole: Tensor) -> Any:
+        return quantized(product(quantized(x), w, K) + whole)
+
+    integers = torch.randint(0, 5000, shape, generator=torch.Generator().manual_seed(0))
+    gm = graph_of(layer, random(ROWS, K), weight(N, K), integers)
+    assert FuseQuantize(devices=("cpu",))(gm).changed == 1
+    [call] = gm.graph.find_nodes(op="call_function", target=fused_quantize)
+    module: Any = body_of(call.args[0]).function
+    values = [integers if node.meta["val"].dtype == torch.int64 else random(ROWS, N) for node in module.graph.nodes
+              if node.op == "placeholder"]  # fmt: skip
+    [found], [expected] = _staged(body_of(call.args[0]), module, values), module(*values)
+    assert_same_bits(found.to(expected.dtype), expected)
