@@ -141,9 +141,9 @@ def _given(graph: Graph, node: Node, values: Sequence[Node], given: Mapping[str,
 def _element(graph: Graph, kind: str, tensor: Node, m: Node, n: Node) -> Node:
     """The element of a tensor at a row and a column."""
     index = {"full": [m, n], "column": [n], "row": [m], "scalar": []}[kind]
-    if kind == "row":
-        tensor = graph.call_function(torch.ops.aten.select.int, (tensor, 1, 0))
-    return graph.call_function(torch.ops.aten.index.Tensor, (tensor, index)) if index else tensor
+    found = graph.call_function(torch.ops.aten.index.Tensor, (tensor, index)) if index else tensor
+    # Inductor has no selection from a tensor in memory that is a view of another.
+    return graph.call_function(torch.ops.aten.select.int, (found, -1, 0)) if kind == "row" else found
 
 
 def _is_rounded(node: Node) -> bool:
@@ -163,8 +163,10 @@ def _copied(graph: Graph, node: Node, copies: Mapping[Node, Any]) -> Any:
     def operand(each: Node) -> Any:
         if not narrow or not (dtype_of(each) in _NARROW or _is_rounded(each)):
             return copies[each]
-        value = graph.call_function(_CAST, (copies[each], dtype_of(node))) if _is_rounded(each) else copies[each]
-        return graph.call_function(_CAST, (value, torch.float32))
+        found = graph.call_function(_CAST, (copies[each], torch.float32))
+        if _is_rounded(each):
+            found = graph.call_function(_CAST, (graph.call_function(_CAST, (found, dtype_of(node))), torch.float32))
+        return found
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
     assert callable(node.target)

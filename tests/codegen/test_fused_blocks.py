@@ -129,6 +129,21 @@ def test_the_emitted_program_computes_what_the_eager_model_does(
     assert torch.isfinite(found).all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_tensors_of_every_layout_and_dtype_are_read_where_they_are(
+    emitter: Emitter, interpreter: Interpreter, dtype: str
+):
+    """Integers, masks, one value a row or a batch, views that are transposed or begin within another tensor."""
+    code = emitter.emit(fused_models.captured, "fp8_per_block", dtype)
+    assert sum("triton_tem_" in name and "quantize" in name for name in code.launches) == 2, code.reasons
+    model, inputs = fused_models.captured(dtype)
+    olq_fx.quantize_(model, "fp8_per_block")
+    with torch.no_grad():
+        expected = model(*inputs)
+    for found, wanted in zip(code.run(interpreter), expected, strict=True):
+        assert sqnr(found.float(), wanted.float()) >= 45
+
+
 def test_rows_may_be_a_symbol(emitter: Emitter, interpreter: Interpreter):
     """One program serves every batch; here it runs with another number of rows than it was compiled with."""
     code = emitter.emit(fused_models.feed_forward, "fp8_per_block", dynamic=True)

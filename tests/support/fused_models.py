@@ -149,6 +149,29 @@ class T5(nn.Module):
         return x + self.down(functional.gelu(self.gate(y), approximate="tanh") * self.up(y))
 
 
+class Captured(nn.Module):
+    """A product and a norm with tensors of other dtypes and layouts before a quantization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
+        rows = ROWS * BATCH
+        self.register_buffer("row", torch.randint(0, 3000, (BATCH, ROWS, 1)))
+        self.register_buffer("batch", torch.rand(2, BATCH, 1, 1))
+        self.register_buffer("mask", torch.rand(BATCH, ROWS, HIDDEN) > 0.5)
+        self.register_buffer("column", torch.randn(2 * HIDDEN + 1))
+        self.register_buffer("wide", torch.randn(rows + 5, HIDDEN + 7))
+        self.register_buffer("turned", torch.randn(D, rows + 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        turned = self.turned.t()[3:].unflatten(0, (BATCH, ROWS))
+        x = functional.layer_norm(x, (D,)) * turned + self.row * self.batch[1]
+        x = torch.softmax(x.float(), -1).to(x.dtype)
+        y = self.up(x) * self.wide[5:, 7:].unflatten(0, (BATCH, ROWS)) + self.row
+        y = torch.where(self.mask, y, self.column[1::2] * self.batch[1])
+        return self.down(functional.silu(y)), x
+
+
 BLOCKS: dict[str, Any] = {
     "llama": Llama,
     "qwen3": lambda: Llama(norm=True),
@@ -163,6 +186,13 @@ def feed_forward(rows: int = ROWS) -> tuple[nn.Module, list[Tensor]]:
     """The second half of a block of Llama, and its inputs."""
     torch.manual_seed(0)
     return FeedForward().bfloat16(), [torch.randn(BATCH, rows, D, dtype=torch.bfloat16)]
+
+
+def captured(dtype: str = "bfloat16") -> tuple[nn.Module, list[Tensor]]:
+    """What reads more than activations, and its input."""
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    return Captured().to(kind).eval(), [torch.randn(BATCH, ROWS, D, dtype=kind)]
 
 
 def build(name: str, dtype: str = "bfloat16", rows: int = ROWS, blocks: int = 1) -> tuple[nn.Module, list[Tensor]]:
