@@ -54,6 +54,8 @@ def leaf_of(region: Region, node: Node, rows: Shape) -> Leaf:
     value = tensor_of(node)
     if value is None:
         raise CannotSay(f"{node.name} is no tensor")
+    if (root := tensor_of(region.root)) is not None and value.device != root.device:
+        raise CannotSay(f"{node.name} is on {value.device}, where its kernel cannot read it")
     columns, shape = region.shape[1], tuple(value.shape)
     if all(same(extent, 1) for extent in shape):
         return Leaf(node, "scalar", ())

@@ -320,6 +320,18 @@ def test_one_tensor_is_repeated_in_two_ways():
     fused(other, random(8, K), random(4, 1, K))
 
 
+def test_a_number_in_the_memory_of_another_device():
+    """Eager mode takes a tensor of one number from the CPU; a kernel of another device cannot read it there."""
+
+    def layer(x: Tensor, factor: Tensor) -> Any:
+        return quantized(functional.layer_norm(x, (K,)) * factor)
+
+    gm = graph_of(layer, random(M, K).to("meta"), torch.tensor(0.5))
+    result = FuseQuantize(devices=("meta",))(gm)
+    assert result.changed == 0
+    assert "is on cpu, where its kernel cannot read it" in result.rejects[0].reason
+
+
 REDUCED = {
     "count": lambda x: (x > 0).sum(-1, keepdim=True),
     "float64": lambda x: x.double().sum(-1, keepdim=True),
