@@ -34,6 +34,9 @@ from olq_fx.passes.region_bodies import CannotSay, RegionBody
 from olq_fx.passes.row_regions import DTYPES, VIEWS, Piece, Region, find, piece_of
 
 _QUANTIZE = torch.ops.olq_fx.quantize.default
+_OURS = ("", "triton")
+"""Kernels whose products a template computes as they do."""
+
 LONGEST_ROW = 16384
 """Columns of a row that one program holds."""
 
@@ -121,6 +124,9 @@ def _pieces(region: Region, found: list[Piece], format: str) -> tuple[list[Piece
     found = [piece for piece in found if piece.residual is None or piece.is_whole]
     if not found:
         return [], "a residual is added to the whole product, of which these are some columns"
+    found = [piece for piece in found if piece.kernel in _OURS]
+    if not found:
+        return [], "another kernel must run the product"
     group = get_format(format)
     if group.group[0] != 1 or group.group[1] is None or group.coarse is not None:
         return [], f"{format} has a statistic of more than a piece of a row, which no tile of a product holds"

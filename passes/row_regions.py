@@ -58,6 +58,12 @@ class Piece:
         return found if isinstance(found, Node) else None
 
     @property
+    def kernel(self) -> str:
+        """The kernel that must run the product; "" for the best."""
+        named = torch_private.arguments_of(self.product)
+        return str(named["kernel"])
+
+    @property
     def is_whole(self) -> bool:
         """Whether these are all columns of the product."""
         value = tensor_of(self.product)
