@@ -186,7 +186,7 @@ def test_a_product_that_others_read_is_left_alone():
 @pytest.mark.parametrize("kernel", ["triton", "reference"])
 def test_a_product_that_another_kernel_must_run(kernel: str):
     def layer(x: Tensor, w: list[Tensor]) -> Any:
-        return quantized(functional.silu(PRODUCT(x, "", w, "fp8_per_block_static", K, x.dtype, None, None, kernel)))
+        return quantized(functional.silu(PRODUCT([x], "", w, "fp8_per_block_static", K, x.dtype, None, None, kernel)))
 
     inputs = random(M, K), weight(N, K)
     gm = graph_of(layer, *inputs)
