@@ -24,9 +24,10 @@ SLACK = 1.25
 
 
 _WHY = (
-    "Why: our products decode a weight to float32 and add in float32, which at M = 1 takes two or three instructions more "
-    "a byte of float8 than of int8. Where the processor has instructions for bfloat16 or int8 (AVX512_BF16, AVX512_VNNI), "
-    "unquantized bfloat16 is two to five times as fast as float32 from M = 32 on, and no decoded product is."
+    "Why: our products decode a weight to float32 and add in float32, which at M = 1 takes two or three instructions "
+    "more a byte of float8 than of int8. Where the processor has instructions for bfloat16 or int8 (AVX512_BF16, "
+    "AVX512_VNNI), unquantized bfloat16 is two to five times as fast as float32 from M = 32 on, and no decoded product "
+    "is."
 )
 """What a run that misses an aim says of the reason."""
 
