@@ -116,6 +116,7 @@ def register() -> None:
     """Tell Inductor."""
     torch_templates.register_lowering(fused_quantize, lower)
     torch_templates.register_call(torch.ops.olq_fx.quantize.default)
+    torch_templates.register_rounding(torch.ops.olq_fx.rounded.default)
 
 
 def lower(body: str, products: Sequence[Plain], tensors: Sequence[Any], format: str, rule: str) -> list[Any]:

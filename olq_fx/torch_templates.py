@@ -150,6 +150,21 @@ def register_call(operator: Any) -> None:
     register_lowering(operator, handler(operator, add_to_fallback_set=False))
 
 
+def register_rounding(operator: Any) -> None:
+    """Let Inductor round float32 values to a dtype, element by element, though it goes on in float32."""
+    from torch._inductor.lowering import make_pointwise
+    from torch._inductor.virtualized import ops
+
+    def lowering(x: Any, dtype: torch.dtype) -> Any:
+        def rounded(value: Any) -> Any:
+            narrow = ops.to_dtype(value, dtype, src_dtype=torch.float32, use_compute_types=False)
+            return ops.to_dtype(narrow, torch.float32, src_dtype=dtype, use_compute_types=False)
+
+        return make_pointwise(rounded)(x)
+
+    register_lowering(operator, lowering)
+
+
 def realized(buffer: Any) -> Any:
     """A buffer in memory, with a layout that is settled."""
     from torch._inductor.ir import ExternKernel

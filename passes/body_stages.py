@@ -121,7 +121,7 @@ def _scalar(body: GraphModule, result: Any, inputs: Sequence[str], names: Names)
             copies[node] = _given(graph, node, [given[name] for name in names[node]], given)
         elif node.target is _REPEAT:
             source, count, _ = node.args
-            copies[node] = _element(graph, kind_of(source), given[names[source][0]], given[f"m_{count}"], given["n"])
+            copies[node] = _element(graph, source, given[names[source][0]], given[f"m_{count}"], given["n"])
         elif node.op == "call_function":
             copies[node] = _copied(graph, node, copies)
     graph.output(copies[result])
@@ -130,45 +130,73 @@ def _scalar(body: GraphModule, result: Any, inputs: Sequence[str], names: Names)
 
 
 def _given(graph: Graph, node: Node, values: Sequence[Node], given: Mapping[str, Node]) -> Any:
-    """What stands for an input or a reduction: a scalar of its dtype."""
+    """What stands for an input or a reduction: a scalar."""
     if node.op != "placeholder":
         return tuple(values) if len(values) > 1 else values[0]
-    if kind_of(node) == "product":
-        return graph.call_function(_CAST, (values[0], dtype_of(node)))
-    return _element(graph, kind_of(node), values[0], given["m"], given["n"])
+    if kind_of(node) == "product":  # rounded to its dtype already
+        return values[0]
+    return _element(graph, node, values[0], given["m"], given["n"])
 
 
-def _element(graph: Graph, kind: str, tensor: Node, m: Node, n: Node) -> Node:
-    """The element of a tensor at a row and a column."""
+def _element(graph: Graph, placeholder: Node, tensor: Node, m: Node, n: Node) -> Node:
+    """The element of a tensor at a row and a column; in float32 if its dtype is a narrow one."""
+    kind = kind_of(placeholder)
     index = {"full": [m, n], "column": [n], "row": [m], "scalar": []}[kind]
     found = graph.call_function(torch.ops.aten.index.Tensor, (tensor, index)) if index else tensor
-    # Inductor has no selection from a tensor in memory that is a view of another.
-    return graph.call_function(torch.ops.aten.select.int, (found, -1, 0)) if kind == "row" else found
+    if kind == "row":  # Inductor has no selection from a tensor in memory that is a view of another.
+        found = graph.call_function(torch.ops.aten.select.int, (found, -1, 0))
+    return _wide(graph, found) if dtype_of(placeholder) in _NARROW else found
 
 
-def _is_rounded(node: Node) -> bool:
-    """Whether eager mode rounds an operand to the dtype of a narrow result first: it does so with integers."""
+def _wide(graph: Graph, value: Any) -> Node:
+    return graph.call_function(_CAST, (value, torch.float32))
+
+
+def _rounded(graph: Graph, value: Any, dtype: torch.dtype) -> Node:
+    """A float32 value after a cast to a narrow dtype and back.
+
+    A cast of aten's would do, but Inductor leaves it out in some versions, because it computes in float32 anyway.
+    """
+    return graph.call_function(torch.ops.olq_fx.rounded.default, (value, dtype))
+
+
+def _is_integer(node: Node) -> bool:
     dtype = dtype_of(node)
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _copied(graph: Graph, node: Node, copies: Mapping[Node, Any]) -> Any:
-    """A pointwise operation on scalars, rounded where its result is: computed in float32 and cast, as eager does it."""
+    """A pointwise operation on scalars.
+
+    What has a narrow dtype is a float32 number here that this dtype has too: narrow operations are computed in float32
+    and rounded, as eager mode does it.
+    """
     if node.target is operator.getitem:
         source, number = node.args
         assert isinstance(source, Node)
         return copies[source][number]
-    narrow = node.target is not _CAST and dtype_of(node) in _NARROW
+    dtype = dtype_of(node)
+    if node.target is _CAST:
+        [source] = node.all_input_nodes
+        return _cast(graph, copies[source], dtype_of(source), dtype)
 
     def operand(each: Node) -> Any:
-        if not narrow or not (dtype_of(each) in _NARROW or _is_rounded(each)):
-            return copies[each]
-        found = graph.call_function(_CAST, (copies[each], torch.float32))
-        if _is_rounded(each):
-            found = graph.call_function(_CAST, (graph.call_function(_CAST, (found, dtype_of(node))), torch.float32))
-        return found
+        # Eager mode rounds integers to the dtype of a narrow result first.
+        if dtype in _NARROW and _is_integer(each):
+            return _rounded(graph, _wide(graph, copies[each]), dtype)
+        return copies[each]
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
     assert callable(node.target)
     found = graph.call_function(node.target, args, kwargs)
-    return graph.call_function(_CAST, (found, dtype_of(node))) if narrow else found
+    return _rounded(graph, found, dtype) if dtype in _NARROW else found
+
+
+def _cast(graph: Graph, value: Any, source: torch.dtype, target: torch.dtype) -> Node:
+    """A cast between any two dtypes, of which narrow ones are float32 here."""
+    if target in _NARROW:
+        return _rounded(graph, value if source in (torch.float32, *_NARROW) else _wide(graph, value), target)
+    if target == torch.float32 and source in _NARROW:
+        found: Node = value
+        return found
+    return graph.call_function(_CAST, (value, target))

@@ -140,7 +140,9 @@ def _staged(body: Body, module: Any, values: list[Tensor]) -> list[Tensor]:
     for i, stage in enumerate(body.stages):
         found = stage.graph(*(known.get(name) for name in body.inputs))
         if stage.reduction:
-            known |= _reduced(i, stage.reduction, torch.broadcast_to(found, (ROWS, N)))
+            taken = _reduced(i, stage.reduction, torch.broadcast_to(found, (ROWS, N)))
+            # As the template does it: in float32, rounded to the dtype that the reduction has.
+            known |= {name: value.to(stage.dtype).float() for name, value in taken.items()}
         else:
             results.append(found)
     return results
