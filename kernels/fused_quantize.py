@@ -145,13 +145,13 @@ def _shapes(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], for
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values after a cast to `dtype` and back: a word of stages, which compilers keep."""
     return x.to(dtype).to(torch.float32)
 
 
 _LIBRARY: Any = torch.library.Library("olq_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("rounded(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("rounded", _rounded, "CompositeExplicitAutograd")
-"""float32 values after a cast to `dtype` and back: a word of stages, which compilers keep."""
 
 fused_quantize = FusedQuantize()
 torch_private.implement_higher_order(fused_quantize, _computed, _shapes)

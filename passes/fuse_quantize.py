@@ -103,10 +103,16 @@ def _takes_several_kernels(format: str) -> bool:
     return found.packed or (found.coarse is not None and found.coarse[0] == 1)
 
 
+def longest_row(format: str) -> int:
+    """Columns of a row that one program holds in registers, with what the format needs beside it."""
+    coarse = get_format(format).coarse
+    return LONGEST_ROW // 2 if coarse is not None and coarse[1] is not None else LONGEST_ROW
+
+
 def _check_rows(region: Region, format: str) -> None:
-    columns = region.shape[1]
-    if not isinstance(columns, int) or columns > LONGEST_ROW:
-        raise CannotSay(f"rows of {columns} columns are longer than {LONGEST_ROW}, which is what one program holds")
+    columns, longest = region.shape[1], longest_row(format)
+    if not isinstance(columns, int) or columns > longest:
+        raise CannotSay(f"rows of {columns} columns are longer than {longest}, which is what one program holds")
     found = get_format(format)
     if found.group[0] != 1 or (found.coarse is not None and found.coarse[0] != 1):
         raise CannotSay(f"{format} has a statistic of more than a row")

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import olq_fx
+from olq_fx.passes.fuse_quantize import longest_row
+from olq_fx.schemes import SCHEMES as SCHEMES_OF
 from olq_fx.testing import Compiler, EmittedCode, Emitter, Interpreter, assert_same_bits, sqnr
 
 BLOCKS = tuple(fused_models.BLOCKS)
@@ -226,3 +228,19 @@ def test_a_gpu_without_float8_gets_no_kernel_with_it(emitter: Emitter):
     code = emitted(emitter, "llama", "fp8_per_block", 80)
     assert all("fp8e4nv" not in kernel.source for kernel in code.kernels)
     assert "torch.ops.olq_fx.quantize.default" in code.external
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("scheme", [*TILED, "mxfp4_dualscale", "int8", "nvfp4_per_token"])
+@pytest.mark.parametrize("part", [1, 128])
+def test_rows_of_any_length_that_is_fused_stay_in_registers(
+    emitter: Emitter, compiler: Compiler, scheme: str, capability: int, part: int
+):
+    """The longest ones, and short ones."""
+    columns = longest_row(SCHEMES_OF[scheme].linear.activation) // part
+    [kernel] = emitter.emit(fused_models.normed, scheme, columns, capability=capability).kernels
+    assert kernel.is_template
+    code = kernel.machine_code(compiler)
+    code.assert_no_spills()
+    code.assert_fits()

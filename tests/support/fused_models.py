@@ -55,35 +55,34 @@ def rotated(x: Tensor) -> Tensor:
     return (x * torch.cos(angle) + turned * torch.sin(angle)).to(x.dtype)
 
 
-class Llama(nn.Module):
-    """A block of Llama; with norms of heads, of Qwen3."""
-
-    def __init__(self, norm: bool = False) -> None:
-        super().__init__()
-        self.attention = Attention(norm=norm)
-        self.before, self.after = RMSNorm(D), RMSNorm(D)
-        self.gate, self.up, self.down = (
-            nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.before(x))
-        y = self.after(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
-
-
 class FeedForward(nn.Module):
-    """The second half of a block of Llama."""
+    """The second half of a block of Llama, or (GELU by tanh) of T5 1.1."""
 
-    def __init__(self) -> None:
+    def __init__(self, approximate: str = "") -> None:
         super().__init__()
         self.after = RMSNorm(D)
         self.gate, self.up = nn.Linear(D, HIDDEN, bias=False), nn.Linear(D, HIDDEN, bias=False)
         self.down = nn.Linear(HIDDEN, D, bias=False)
+        self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.after(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        gate = self.gate(y)
+        gate = functional.gelu(gate, approximate=self.approximate) if self.approximate else functional.silu(gate)
+        return x + self.down(gate * self.up(y))
+
+
+class Llama(nn.Module):
+    """A block of Llama; with norms of heads, of Qwen3; with another activation and no rotation, of T5 1.1."""
+
+    def __init__(self, norm: bool = False, rotary: bool = True, approximate: str = "") -> None:
+        super().__init__()
+        self.attention = Attention(norm=norm, rotary=rotary)
+        self.before = RMSNorm(D)
+        self.feed_forward = FeedForward(approximate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(x + self.attention(self.before(x)))
 
 
 class GPT2(nn.Module):
@@ -132,23 +131,6 @@ class DiT(nn.Module):
         return x + gate_mlp * self.down(functional.gelu(self.up(y), approximate="tanh"))
 
 
-class T5(nn.Module):
-    """A block of T5 1.1: RMSNorm, GELU by tanh times up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention(rotary=False)
-        self.before, self.after = RMSNorm(D), RMSNorm(D)
-        self.gate, self.up, self.down = (
-            nn.Linear(*shape, bias=False) for shape in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.before(x))
-        y = self.after(x)
-        return x + self.down(functional.gelu(self.gate(y), approximate="tanh") * self.up(y))
-
-
 class Captured(nn.Module):
     """A product and a norm with tensors of other dtypes and layouts before a quantization."""
 
@@ -178,7 +160,7 @@ BLOCKS: dict[str, Any] = {
     "gpt2": GPT2,
     "bert": BERT,
     "dit": DiT,
-    "t5": T5,
+    "t5": lambda: Llama(rotary=False, approximate="tanh"),
 }
 
 
@@ -193,6 +175,13 @@ def captured(dtype: str = "bfloat16") -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
     return Captured().to(kind).eval(), [torch.randn(BATCH, ROWS, D, dtype=kind)]
+
+
+def normed(columns: int) -> tuple[nn.Module, list[Tensor]]:
+    """A norm of rows of this length before a layer."""
+    return nn.Sequential(nn.LayerNorm(columns), nn.Linear(columns, 128)).bfloat16(), [
+        torch.randn(8, columns, dtype=torch.bfloat16)
+    ]
 
 
 def build(name: str, dtype: str = "bfloat16", rows: int = ROWS, blocks: int = 1) -> tuple[nn.Module, list[Tensor]]:
