@@ -13,14 +13,16 @@ other 2-D parameter has an unknown use (`x @ w` and `x @ w.T` cannot be told apa
 
 import dataclasses
 import functools
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
+from olq_fx.configuration_components import longest_prefix
+from olq_fx.declared import Declaration, declarations
 from olq_fx.errors import ConfigurationTypeError
 from olq_fx.left_alone import Place
-from olq_fx.module_uses import CandidateKind, Use, output_embeddings, places, uses_of
+from olq_fx.module_uses import ALREADY_QUANTIZED, CandidateKind, Use, output_embeddings, places, uses_of
 from olq_fx.parameters import PLAIN, Parameters
 from olq_fx.schemes import Slot
 
@@ -51,6 +53,7 @@ class Candidate:
         current: the formats that it has already.
         current_rules: the scale rules of weight and activation that it was converted with.
         trainable: whether it requires a gradient.
+        checkpoint: what the model that it belongs to declares of a checkpoint that was quantized by others.
     """
 
     path: str
@@ -68,6 +71,7 @@ class Candidate:
     current: Slot | None = None
     current_rules: tuple[str, str] | None = None
     trainable: bool = False
+    checkpoint: Declaration | None = None
 
     @property
     def numel(self) -> int:
@@ -108,7 +112,8 @@ def candidates_of(model: nn.Module, parameters: Parameters | None = None) -> tup
     alike = _Alike(outputs, shared.shared)
     groups: dict[object, list[Use]] = {}
     found: list[Candidate | list[Use]] = []
-    for place in places(model):
+    everywhere = list(places(model))
+    for place in everywhere:
         plain = alike.of(place)
         if plain is not None:
             found.append(plain)
@@ -121,7 +126,37 @@ def candidates_of(model: nn.Module, parameters: Parameters | None = None) -> tup
                 groups[key].append(use)
             else:
                 found.append(groups.setdefault(key, [use]))
-    return tuple(_candidate(one) if isinstance(one, list) else one for one in found)
+    read = [_candidate(one) if isinstance(one, list) else one for one in found]
+    return tuple(_as_declared(read, declarations(everywhere)))
+
+
+def _as_declared(found: list[Candidate], declared: Mapping[str, Declaration]) -> list[Candidate]:
+    """The candidates with what their model declares of its checkpoint, where that is true of it.
+
+    Weights that are stored in quantized form speak for themselves, and those without data yet are what the checkpoint
+    will bring. If all are there in original precision, they were dequantized when they were loaded.
+    """
+    if not declared:
+        return found
+    placed = [longest_prefix(candidate.path, declared) for candidate in found]
+    own = {path: [c for c, at in zip(found, placed, strict=True) if at == path] for path in declared}
+    stored = {path for path, those in own.items() if any(c.blocked.startswith(ALREADY_QUANTIZED) for c in those)}
+    awaited = {path for path, those in own.items() if any(c.device.type == "meta" for c in those)} - stored
+    return [
+        _declared(candidate, declared[path], awaited=path in awaited) if path in stored | awaited else candidate
+        for candidate, path in zip(found, placed, strict=True)
+    ]
+
+
+def _declared(candidate: Candidate, declaration: Declaration, *, awaited: bool) -> Candidate:
+    """A candidate of a model with this declaration; if its weights are awaited, it says which come quantized."""
+    if candidate.current is not None:
+        return candidate
+    blocked = candidate.blocked
+    without_data = awaited and candidate.device.type == "meta" and not candidate.left_alone
+    if without_data and declaration.covers(candidate.kind, candidate.module_path):
+        blocked = f"{ALREADY_QUANTIZED}: {declaration}"
+    return dataclasses.replace(candidate, blocked=blocked, checkpoint=declaration)
 
 
 class _Alike:

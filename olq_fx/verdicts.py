@@ -18,6 +18,7 @@ import torch
 
 from olq_fx.candidates import DTYPES, Candidate
 from olq_fx.configuration import QuantizationConfig
+from olq_fx.declared import Declaration
 from olq_fx.errors import ConversionError, PlanError
 from olq_fx.forecast import Forecast, Forecaster
 from olq_fx.leading_blocks import LISTS, Block, block_of, kept, may_keep
@@ -43,6 +44,7 @@ class Verdict:
         asked: whether the configuration asks for it (an `already` layer may also be just left as it is).
         config: the configuration that decided: that of its component.
         forecast: what is expected of it in these formats; None for a layer that is left.
+        settled: whether the checkpoint was quantized as is asked for, and so decides what is left.
     """
 
     decision: Decision
@@ -51,6 +53,7 @@ class Verdict:
     asked: bool
     config: QuantizationConfig
     forecast: Forecast | None = None
+    settled: bool = False
 
 
 _Judged: TypeAlias = "tuple[Verdict, list[str] | None, str]"
@@ -87,6 +90,7 @@ class Judge:
         self._other_formats: list[str] = []
         self._unsupported: list[str] = []
         self._not_by_kernel: list[str] = []
+        self._other_method: dict[Declaration, str] = {}
 
     def verdict(self, number: int, candidate: Candidate) -> Verdict:
         """What becomes of a candidate; those that are alike and that no pattern names are judged once."""
@@ -97,6 +101,7 @@ class Judge:
             kind = (
                 *(candidate.kind, candidate.shape, candidate.dtype, candidate.device, candidate.left_alone),
                 *(candidate.blocked, candidate.use_known, candidate.current, candidate.current_rules),
+                candidate.checkpoint,
             )
             found = self._alike.get(kind) or self._alike.setdefault(kind, self._judged(number, candidate))
         verdict, refusals, why = found
@@ -112,6 +117,8 @@ class Judge:
             return self._keep(candidate, slot, reason)
         if slot is None:
             return Verdict("leave", None, reason, False, self._config), None, ""
+        if candidate.checkpoint is not None and self._config.quantization and not self._included.of(number):
+            return self._as_declared(candidate, candidate.checkpoint, self._config.quantization), None, ""
         if candidate.obstacle:
             self._refuse_if_named(number, candidate)
             return Verdict("leave", None, candidate.obstacle, True, self._config), None, ""
@@ -191,6 +198,13 @@ class Judge:
                         f"{candidate.obstacle}"
                     )
 
+    def _as_declared(self, candidate: Candidate, declaration: Declaration, scheme: str) -> Verdict:
+        """A scheme is for a whole model: a checkpoint that has it decides; one that has another cannot be given it."""
+        if not declaration.agrees(scheme):
+            self._other_method.setdefault(declaration, candidate.path)
+        reason = candidate.obstacle or f"kept in original precision by the checkpoint, which decides: {declaration}"
+        return Verdict("leave", None, reason, False, self._config, settled=True)
+
     def _keep(self, candidate: Candidate, slot: Slot | None, reason: str) -> "_Judged":
         """A layer that is converted already keeps its formats; asking for others is an error."""
         if slot is None:
@@ -237,6 +251,12 @@ class Judge:
             raise ConversionError(
                 f"weights of these dtypes cannot be quantized: {listed(self._unsupported)}; valid: "
                 f"{', '.join(sorted(map(_name, DTYPES)))}; put the layers into 'ignore' to leave them as they are"
+            )
+        for declaration in self._other_method:
+            raise PlanError(
+                f"{self._config.quantization!r} is asked for, but {declaration}; to quantize the weights that it "
+                "has in original precision, give formats for layers instead of a scheme for the model: "
+                f"{{'linear': {self._config.quantization!r}}}"
             )
         if self._other_formats:
             raise PlanError(
@@ -306,8 +326,8 @@ def _slots(config: QuantizationConfig) -> list[Slot]:
 
 
 def served(verdict: Verdict | None) -> bool:
-    """Whether a request for the layer led to something."""
-    return verdict is not None and verdict.asked and verdict.decision != "leave"
+    """Whether a request for the layer led to something, or was met before."""
+    return verdict is not None and (verdict.settled or (verdict.asked and verdict.decision != "leave"))
 
 
 def _described(slot: Slot | None, rules: tuple[str, str] | None) -> str:
