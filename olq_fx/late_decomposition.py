@@ -24,7 +24,12 @@ _VALUE = "val"
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
+_PARTS = (torch.ops.aten.permute.default, torch.ops.aten.select.int, torch.ops.aten.slice.Tensor)
+
 Key = tuple[Any, ...]
+
+_LONG = 4
+"""How many operations are too many to repeat them."""
 
 
 class LateDecompositions:
@@ -81,6 +86,7 @@ class LateDecompositions:
             mode = torch_private.fake_mode_of(fakes)
             with torch.no_grad(), mode:
                 self._traced[key] = make_fx(call, decomposition_table=self._others)(*fakes)
+            _store_what_is_reused(self._traced[key].graph)
         return self._traced[key]
 
 
@@ -100,6 +106,36 @@ def _without(node: Node, inputs: Sequence[Node]) -> Any:
 def _described(fake: Tensor) -> Key:
     # As text: symbols are equal by name within a compilation, and cannot be hashed.
     return str(tuple(fake.shape)), str(tuple(fake.stride())), fake.dtype, fake.device
+
+
+def _store_what_is_reused(graph: Graph) -> None:
+    """Let what is computed by several operations on a CPU and read several times be computed once.
+
+    Inductor would find out at each of the later uses that what it has come to is long by now, and store that: of the
+    quotients of a 4-bit format all the ways in which they are rounded, each with everything that the quotient follows
+    from, which its C++ generator takes most of the time for. What is read in the same loop stays in registers. (For a
+    GPU the halves of a byte would become a kernel of their own, with quotients in memory before it.)
+    """
+    lengths: dict[Node, int] = {}
+    for node in graph.nodes:
+        inputs = [lengths.get(_source(each), 0) for each in node.all_input_nodes]
+        if node.op != "call_function" or not _is_pointwise(node):
+            continue
+        lengths[node] = 1 + sum(inputs)
+        if lengths[node] >= _LONG and len(_readers(node)) > 1 and node.meta[_VALUE].device.type == "cpu":
+            torch_private.store_when_lowered(node)
+            lengths[node] = 0
+
+
+def _readers(node: Node) -> set[Node]:
+    """What reads a value, or a part of it; of one user that reads two parts, both count."""
+    found: set[Node] = set()
+    for user in node.users:
+        if user.target in _VIEWS or user.target in _PARTS:
+            found |= {user} if user.target in _PARTS and _readers(user) else _readers(user)
+        elif user.op != "output":
+            found.add(user)
+    return found
 
 
 def _store_once(node: Node, traced: Graph) -> None:

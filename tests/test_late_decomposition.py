@@ -96,6 +96,29 @@ def test_a_result_that_nobody_reads_and_one_that_two_read():
     assert_same_bits(list(expanded(reads, x)(x)), list(reads(x)))
 
 
+def repeated(gm: torch.fx.GraphModule) -> float:
+    """How many operations Inductor generates for each one of a graph: it repeats what it does not store."""
+    sizes: dict[torch.fx.Node, int] = {}
+    total = 0
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sizes[node] = 1 + sum(sizes.get(each, 0) for each in node.all_input_nodes)
+        stored = node.meta.get("inductor_realize_to_strides") or node.target is torch.ops.aten.amax.default
+        if stored or any(user.op == "output" for user in node.users):
+            total += sizes[node]
+            sizes[node] = 0
+    return total / len(sizes)
+
+
+@pytest.mark.parametrize("format", ACTIVATIONS)
+def test_what_is_long_and_read_often_is_computed_once(format):
+    """Or Inductor generates it anew for every use: of mxfp4 eight times all operations, which took it long."""
+    rule = FORMATS[format].activation_rule
+    gm = expanded(lambda x: QUANTIZE(x, format, rule), torch.randn(32, 1024))
+    assert repeated(gm) < 2.5
+
+
 def test_every_call_is_left_for_later():
     [decline] = late().table().values()
     assert decline(torch.randn(2, 32), "mxfp8", "ceil") is NotImplemented
