@@ -52,7 +52,6 @@ _FIRST_NORMAL = "2^-6 itself, and its neighbours, have the same code by both bra
 _NATIVE = "both branches have the same bits; that sm_80 has no cast to float8 is held by the tests of machine code"
 _SAME_STEP = "at the limit itself both branches have the same code"
 _OUTSIDE = "the result is 0 beyond column K, whatever is read there"
-_DISCARDED = "changes what is computed beside codes 0 and 1 only, for which `where` takes the other case"
 
 SURVIVORS: dict[tuple[str, str, str], str] = {
     ("", "2147483648 in -2147483648", "2147483647"): "of the bits shifted left by 24 or 28, the lowest is 0",
@@ -74,10 +73,6 @@ SURVIVORS: dict[tuple[str, str, str], str] = {
         "False",
     ): "a cast between integers of one width keeps the bits",
     ("decode_e4m3", "if NATIVE", "if not NATIVE"): _NATIVE,
-    ("decode_e2m1", "size < 2", "size <= 2"): "code 2 decodes to 1.0 by both branches",
-    ("decode_e2m1", "2 in size < 2", "3"): "code 2 decodes to 1.0 by both branches",
-    ("decode_e2m1", "tl.maximum(size >> 1, 1)", "size >> 1"): _DISCARDED,
-    ("decode_e2m1", "1 in tl.maximum(size >> 1, 1)", "0"): _DISCARDED,
     (
         "reciprocal_root",
         "tl.div_rn(tl.full(variance.shape, 1.0, tl.float32), tl.sqrt_rn(variance + eps))",
