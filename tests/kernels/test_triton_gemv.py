@@ -142,7 +142,7 @@ def test_packed_codes_that_are_no_words_are_left_to_tiles(interpreter):
     ],
 )
 def test_the_programs_fill_a_large_gpu(weight, n, k, blocking):
-    assert gemv_blocking_of(n, k, operand_of(meta(weight, n, k), weight)) == blocking
+    assert gemv_blocking_of(n, k, operand_of(meta(weight, n, k), weight), 90) == blocking
 
 
 def assert_loads(activation, weight, k, capability, dtype=torch.bfloat16):
