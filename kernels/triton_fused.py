@@ -260,14 +260,12 @@ def _row_tile(k: int, target: Target) -> Tile:
 
 
 def _norm_tile(k: int, target: Target) -> Tile:
-    """That of `_row_tile`; of longer rows to codes of e2m1 with 16 elements a thread.
+    """That of `_row_tile`; of longer rows with 16 elements a thread.
 
-    With 32 some are left in local memory: on sm_90 by triton 3.6 (nvfp4), on sm_100 by triton 3.8 (mxfp4).
+    With 32 some are left in local memory, on some GPU, by triton 3.6 (nvfp4, mxfp4) or 3.8 (scales by row or tensor).
     """
     tile = _row_tile(k, target)
-    if k > tile.block_k and target.format is not None and target.format.element == "e2m1":
-        return dataclasses.replace(tile, num_warps=2 * tile.num_warps)
-    return tile
+    return dataclasses.replace(tile, num_warps=2 * tile.num_warps) if k > tile.block_k else tile
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...]:
