@@ -22,13 +22,17 @@ help: ## list the targets
 
 venv: $(STAMP) ## make .venv (every other target does so by itself)
 
-$(STAMP): constraints.txt pyproject.toml
-	$(if $(TORCH),@grep -q '^#: torch==$(TORCH) ' constraints.txt || { echo "constraints.txt names no pair for torch $(TORCH)"; exit 2; })
+$(STAMP): $(VENV)/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	awk -v pair='$(TORCH)' 'pair && /^(torch|triton)==/ { next } { print } pair && $$2 == "torch==" pair { print $$2; print $$3 }' \
-		constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[test,check]'
 	@touch $@
+
+# The line of another pair, in place of whatever constraints.txt pins of the same packages.
+$(VENV)/constraints.txt: constraints.txt
+	$(if $(TORCH),@grep -q '^#: torch==$(TORCH) ' constraints.txt || { echo "constraints.txt names no pair for torch $(TORCH)"; exit 2; })
+	@mkdir -p $(VENV)
+	awk -v pair='$(TORCH)' '/^#:/ && $$2 == "torch==" pair { for (i = 2; i <= NF; i++) { split($$i, pin, "=="); own[pin[1]]; print $$i } } \
+		{ split($$1, pin, "=="); if (!(pin[1] in own)) print }' constraints.txt > $@
 
 demo: $(STAMP) ## every scheme on a real sentence encoder (ARGS=--all compiles every scheme)
 	$(BIN)/python benchmarks/demo.py $(ARGS)

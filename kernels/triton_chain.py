@@ -14,6 +14,9 @@ from olq_fx.kernels.device_producers import activated, rounded_to
 from olq_fx.kernels.triton_encode import write_tile
 from olq_fx.kernels.triton_matmul import sum_over, tile_at, with_constants
 
+PACKS_WIDE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+"""Whether a tile 128 high packs more than one group of a row to e2m1: triton 3.6 then leaves some in local memory."""
+
 
 @triton.jit
 def _weight_rows(first, WIDTH, N, GATED: tl.constexpr, BLOCK_N: tl.constexpr):

@@ -20,6 +20,7 @@ from olq_fx.kernels.triton_product import (
     TENSOR_MEMORY,
     Instruction,
     Operand,
+    crowded,
     instruction_of,
     operand_of,
 )
@@ -47,12 +48,12 @@ def grouped_blocking_of(
         # Of two sums beside operands that are being decoded, mma.sync has not more than 32 columns in registers.
         narrow = wide or (decoded and instruction.promote and capability < 90)
         block_m = max(16, min(1 << (mean - 1).bit_length(), 32 if narrow else 64))
-        warps = 8 if block_m == 64 else 4
+        warps = 8 if block_m == 64 or (block_m == 32 and crowded(instruction, capability)) else 4
         # Out of tensor memory, promoted sums of a swapped tile that is not narrow leave no room for the operands.
         swap = not (block_m == 64 and instruction.promote and capability in TENSOR_MEMORY)
         return Blocking(block_m, 64 if decoded else 128, block_k, swap=swap, num_warps=warps)
     if wide:
-        return Blocking(64, 64, block_k)
+        return Blocking(64, 64, block_k, num_warps=8 if crowded(instruction, capability) else 4)
     # Where accumulators are registers of mma.sync, those of two sums and the operands leave no room for a larger tile.
     if decoded or (instruction.promote and capability in (86, 89, 120)):
         return Blocking(64, 128, block_k, num_warps=8)

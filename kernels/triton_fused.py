@@ -171,7 +171,7 @@ def _norm_call(
     dtype: torch.dtype,
 ) -> Call:
     rows, k = x.shape
-    tile = _row_tile(k, target)
+    tile = _norm_tile(k, target)
     weight, bias = (None if vector is None else vector.contiguous() for vector in (weight, bias))
     stream = (x if new_residual is None else new_residual).dtype
     constants = target.constants(tile) | {
@@ -257,6 +257,15 @@ def _row_tile(k: int, target: Target) -> Tile:
     width = min(max(producers.row_width(k), 128, coarse), LONGEST_ROW)
     height = max(1, _ELEMENTS_OF_A_WARP // width)
     return Tile(height, width, height * width // _ELEMENTS_OF_A_WARP)
+
+
+def _norm_tile(k: int, target: Target) -> Tile:
+    """That of `_row_tile`; of longer rows with 16 elements a thread.
+
+    With 32 some are left in local memory, on some GPU, by triton 3.6 (nvfp4, mxfp4) or 3.8 (scales by row or tensor).
+    """
+    tile = _row_tile(k, target)
+    return dataclasses.replace(tile, num_warps=2 * tile.num_warps) if k > tile.block_k else tile
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...]:

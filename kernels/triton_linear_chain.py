@@ -199,6 +199,8 @@ def chain_blocking(
     # Block scales are applied in tensor memory for 128 rows at a time.
     block_m, warps = 128 if instruction.dot == "scaled" and capability in TENSOR_MEMORY else 64, 8
     block_n = max(group, 64 if chain.gated else 32)
+    if block_m == 128 and format.element == "e2m1" and not triton_chain.PACKS_WIDE:
+        block_n = group
     if capability in _MMA_SYNC:
         # Lower tiles are of use; accumulators and the operands are registers of the same threads.
         block_m = max(16, min(64, 1 << (m - 1).bit_length()))

@@ -146,7 +146,7 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
     tiles than multiprocessors, a program takes one tile after the other.
     """
     if m == 1 and _in_words(b):
-        return gemv_blocking_of(n, k, b)
+        return gemv_blocking_of(n, k, b, capability)
     found = tile_blocking_of(m, n, k, a, b, instruction, capability)
     tiles = -(-m // found.block_m) * -(-n // found.block_n)
     if found.swap or instruction.dot not in _BYTES or tiles <= multiprocessors(None, capability):
@@ -159,17 +159,19 @@ def blocking_of(m: int, n: int, k: int, a: Operand, b: Operand, instruction: Ins
     return dataclasses.replace(found, form="persistent", num_stages=stages, block_m=block_m)
 
 
-def gemv_blocking_of(n: int, k: int, b: Operand) -> Blocking:
+def gemv_blocking_of(n: int, k: int, b: Operand, capability: int) -> Blocking:
     """For one row: 16 bytes of codes a thread, warps side by side along K, enough programs.
 
     More warps where they leave no rest of K, or where K is so long that the rest is small; fewer where scales along K
-    take registers, since several warps that exchange activations spill with them on sm_90 and sm_100.
+    take registers, since several warps that exchange activations spill with them on sm_90 and sm_100. Of float8 that is
+    scaled by row or tensor fewer rows on sm_120, where four spill by triton 3.8.
     """
     most = {"": 4, "e8m0": 2, "e4m3": 1}[b.inner]
     per_warp = _VECTOR * 32 * (2 if b.side == "e2m1" else 1)
     several = (warps for warps in (4, 2) if warps <= most)
     warps = next((some for some in several if k % (some * per_warp) == 0 or k >= 8 * some * per_warp), 1)
-    block_n = next((rows for rows in (4, 2) if n >= 2 * _PROGRAMS * rows), 1)
+    heights = (2,) if (b.side, b.outer, capability) == ("e4m3", "const", 120) else (4, 2)
+    block_n = next((rows for rows in heights if n >= 2 * _PROGRAMS * rows), 1)
     split = max(1, min(_PROGRAMS // -(-n // block_n), k // (warps * per_warp)))
     return Blocking(1, block_n, warps * per_warp, split_k=split, num_warps=warps, form="gemv")
 
@@ -196,14 +198,20 @@ def tile_blocking_of(
         tiles = -(-m // block_m) * -(-n // block_n)
         split = max(1, min(_PROGRAMS // tiles, k // (4 * block_k), 16))
         # With four warps the copy of a tall tile out of tensor memory leaves some of it in local memory.
-        warps = 8 if block_m == 64 or (instruction.dot == "fp8" and capability in TENSOR_MEMORY) else 4
+        tall = instruction.dot == "fp8" and capability in TENSOR_MEMORY
+        warps = 8 if block_m == 64 or tall or (block_m == 32 and crowded(instruction, capability)) else 4
         return Blocking(block_m, block_n, block_k, swap=True, split_k=split, num_warps=warps)
     if instruction.parts > 1:
-        return Blocking(64, 64, block_k)
+        return Blocking(64, 64, block_k, num_warps=8 if crowded(instruction, capability) else 4)
     # Where accumulators are registers of mma.sync, those of two sums and the operands leave no room for a larger tile.
     if decoded or (instruction.promote and capability in (86, 89, 120)):
         return Blocking(64, 128, block_k, num_warps=8)
     return Blocking(128, 128, block_k, num_warps=8)
+
+
+def crowded(instruction: Instruction, capability: int) -> bool:
+    """Whether the three parts of float32 leave four warps too few registers: on sm_120 some spill by triton 3.8."""
+    return instruction.parts == _PARTS[torch.float32] and capability == 120
 
 
 def quantized_linear(

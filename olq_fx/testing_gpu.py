@@ -293,9 +293,11 @@ def _no_decorator(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
 PROGRAM_NAMES = {
     "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "",
     "torch._C._dynamo.guards._empty_strided_cuda": "_new_memory",
+    "torch._C._dynamo.guards.assert_size_stride_grouped": "_any_layout",  # from torch 2.14 on
     "torch._C._dynamo.guards.assert_size_stride": "_any_layout",
 }
-"""What an emitted program calls of the device, and the names by which it is to find something else."""
+"""What an emitted program calls of the device, and the names by which it is to find something else. Of two that begin
+alike the longer one stands first."""
 
 
 @contextlib.contextmanager

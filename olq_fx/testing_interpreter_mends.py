@@ -94,13 +94,21 @@ def _dequantized(codes: Any, scale: Any, transposed: bool = False) -> torch.Tens
     return values * factors.repeat_interleave(values.shape[1] // factors.shape[1], 1)
 
 
+class _Constant(str):
+    """A string in the interpreter, which the language before triton 3.8 takes for a constant."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
 def _formats_of_dot_scaled() -> None:
-    """Formats are plain strings in the interpreter, which the language takes for constants."""
+    """Formats are plain strings in the interpreter, of which the language wants the value (triton 3.6 and 3.7)."""
     semantic: Any = interpreter.TritonSemantic
     original = semantic.dot_scaled
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *(tl.constexpr(arg) if isinstance(arg, str) else arg for arg in args), **kwargs)
+        return original(self, *(_Constant(arg) if isinstance(arg, str) else arg for arg in args), **kwargs)
 
     semantic.dot_scaled = wrapped
 

@@ -1,7 +1,7 @@
 """constraints.txt pins what pyproject.toml asks for, and torch together with the triton that torch itself requires."""
 
 import importlib.metadata
-import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,10 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "constraints.txt").read_text()
 PINS = [Requirement(line) for line in TEXT.splitlines() if line and not line.startswith("#")]
-PAIRS = dict(re.findall(r"^#: torch==(\S+) triton==(\S+)$", TEXT, re.MULTILINE))
+LINES = [dict(pin.split("==") for pin in line[2:].split()) for line in TEXT.splitlines() if line.startswith("#:")]
+PAIRS = {line["torch"]: line["triton"] for line in LINES}
+# What the CUDA builds of torch ask for in their metadata, and the newest release is not; a CPU build may ask for less.
+WANTED = {"2.11.0": "setuptools<82", "2.12.0": "setuptools<82", "2.14.1": "setuptools>=77.0.3"}
 
 
 def pinned(name: str, python: str = "3.11") -> list[str]:
@@ -24,6 +27,12 @@ def pinned(name: str, python: str = "3.11") -> list[str]:
         if canonicalize_name(pin.name) == canonicalize_name(name)
         and (pin.marker is None or pin.marker.evaluate(environment))
     ]
+
+
+def pinned_beside(torch: str, name: str) -> str:
+    """The version of `name` that is installed with that torch, by its own line or by that of all pairs."""
+    [line] = [line for line in LINES if line["torch"] == torch]
+    return line.get(name) or next(iter(pinned(name)))
 
 
 def installed(name: str) -> Version:
@@ -64,8 +73,44 @@ def test_installed_triton_is_the_partner_of_installed_torch():
     assert str(installed("triton")) == PAIRS[str(installed("torch"))]
 
 
-def test_pin_agrees_with_the_metadata_of_torch():
-    """A CUDA build of torch states its triton; a CPU build states none, then there is nothing that could disagree."""
+def test_pins_agree_with_the_metadata_of_installed_torch():
+    """A CPU build of torch states no triton: then there is nothing that could disagree."""
+    torch = str(installed("torch"))
     stated = [Requirement(text) for text in importlib.metadata.requires("torch") or ()]
-    versions = [r.specifier for r in stated if r.name == "triton" and (r.marker is None or r.marker.evaluate())]
-    assert all(PAIRS[str(installed("torch"))] in specifier for specifier in versions)
+    asked = [r for r in stated if (r.marker is None or r.marker.evaluate()) and (r.name in LINES[0] or pinned(r.name))]
+    assert "filelock" in {r.name for r in asked}
+    assert not [str(r) for r in asked if pinned_beside(torch, r.name) not in r.specifier]
+
+
+@pytest.mark.parametrize(("torch", "requirement"), WANTED.items())
+def test_pins_agree_with_the_metadata_of_cuda_builds(torch: str, requirement: str):
+    wanted = Requirement(requirement)
+    assert pinned_beside(torch, wanted.name) in wanted.specifier
+
+
+def made(folder: Path, torch: str) -> list[str]:
+    """The pins that `make TORCH=...` installs by."""
+    file = folder / "constraints.txt"
+    command = ["make", "--silent", str(file), f"VENV={folder}", f"TORCH={torch}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line["torch"])
+def test_make_installs_the_pair_that_it_is_asked_for(tmp_path: Path, line: dict[str, str]):
+    found = made(tmp_path, line["torch"])
+    own = [f"{name}=={version}" for name, version in line.items()]
+    others = [str(pin) for pin in PINS if pin.name not in line]
+    assert found[: len(own)] == own
+    assert list(map(str, map(Requirement, found[len(own) :]))) == others
+
+
+def test_make_installs_what_is_pinned_where_it_is_asked_for_nothing(tmp_path: Path):
+    assert list(map(Requirement, made(tmp_path, ""))) == PINS
+
+
+def test_make_refuses_a_torch_without_a_partner(tmp_path: Path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        made(tmp_path, "2.10.0")
+    assert "constraints.txt names no pair for torch 2.10.0" in caught.value.stdout
+    assert not list(tmp_path.iterdir())

@@ -5,11 +5,12 @@ import inspect
 
 import device_checks
 import device_numbers
+import producer_checks
 import pytest
 import torch
 from device_checks import CHECKS
 
-from olq_fx.kernels import device, device_scales
+from olq_fx.kernels import device, device_producers, device_scales
 
 
 @pytest.mark.parametrize(("name", "native"), CHECKS, ids=lambda value: str(value))
@@ -17,13 +18,18 @@ def test_it_has_the_bits_of_the_reference(interpreter, name, native):
     interpreter.call(device_checks.run_named, name, native)
 
 
-@pytest.mark.parametrize("module", [device, device_scales], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("name", producer_checks.CHECKS)
+def test_a_producer_has_the_bits_of_its_definition(interpreter, name):
+    interpreter.call(producer_checks.run_named, name)
+
+
+@pytest.mark.parametrize("module", [device, device_scales, device_producers], ids=lambda module: module.__name__)
 def test_every_device_function_is_tried(module):
     """Those of a private name are parts of others."""
     tree = ast.parse(inspect.getsource(module))
     public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
     assert public
-    assert public <= {check.function for check in CHECKS.values()}
+    assert public <= {check.function for check in (*CHECKS.values(), *producer_checks.CHECKS.values())}
 
 
 def test_the_numbers_are_those_where_something_changes():

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,11 @@ def test_a_golden_table_has_every_kernel_and_no_other_one(path):
     assert [said for row in golden.values() for said in faults(dataclasses.replace(row, wanted=wanted[row.key]))] == []
 
 
-def test_a_golden_table_is_kept():
-    assert list(GOLDEN.glob("triton-*.json"))
+def test_a_golden_table_is_kept_of_every_triton_that_a_supported_torch_has():
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text()
+    minors = set(re.findall(r"^#:.* triton==(\d+\.\d+)\.", constraints, re.MULTILINE))
+    assert minors
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {f"triton-{minor}" for minor in minors}
 
 
 def test_representatives_are_of_every_kernel_and_every_family():

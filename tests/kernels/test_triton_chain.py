@@ -168,6 +168,7 @@ CODE = [
     ("fp8_per_block_dynamic", "fp8_per_block_static", "fp8_per_block_dynamic", 90, r"^wgmma.*e4m3\.e4m3"),
     ("fp8_per_token", "fp8_per_channel_static", "mxfp8", 100, r"^tcgen05.*f8f6f4"),
     ("mxfp4", "mxfp4", "mxfp4", 120, r"^mma\.sync.*mxf4nvf4"),
+    ("mxfp4", "mxfp4", "mxfp4", 100, r"^tcgen05.*mxf4.*block_scale"),  # in another form before triton 3.7
     ("int8_per_token", "int8_per_channel_static", "mxfp8", 80, r"^mma\.sync.*s8"),
     ("fp8_per_block_dynamic", "fp8_per_block_static", "fp8_per_block_dynamic", 89, r"^mma\.sync.*e4m3"),
 ]

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
-from product_cases import ACTIVATIONS, WEIGHTS, meta, quantized, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from product_cases import ACTIVATIONS, KINDS, WEIGHTS, meta, quantized, values
 
 from olq_fx.formats import get_format
 from olq_fx.kernels import triton_product
@@ -18,7 +20,7 @@ from olq_fx.kernels.triton_product import (
     product_calls,
 )
 from olq_fx.schemes import SCHEMES
-from olq_fx.testing import assert_product_close, assert_same_bits, machine_code
+from olq_fx.testing import FLOAT_DTYPES, assert_product_close, assert_same_bits, machine_code, tensors
 
 BLOCK_K = 512
 
@@ -47,6 +49,21 @@ def test_every_pair_of_formats_is_within_the_derived_bound(interpreter, activati
         bias, residual = torch.randn(n), torch.randn(1, n).to(dtype)
         blocking = Blocking(1, 4, BLOCK_K, form="gemv")
         check(interpreter, x, w, activation, weight, blocking, capability, bias, residual)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@given(data=st.data())
+@settings(max_examples=4)
+def test_shapes_blockings_and_rows_of_every_kind(interpreter, scheme, data):
+    slot = SCHEMES[scheme].linear
+    step = 8 if get_format(slot.weight).element == "e2m1" else 1  # codes that are packed are read as words
+    k = step * data.draw(st.integers(1, 1200 // step))
+    named = {"columns": (k, k), "dtypes": [data.draw(st.sampled_from(FLOAT_DTYPES))], "kinds": KINDS}
+    x, w = (data.draw(tensors(rows=rows, **named)) for rows in ((1, 1), (1, 9)))
+    block_n, split = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 3))
+    blocking = Blocking(1, block_n, BLOCK_K, split_k=split, form="gemv")
+    capability = data.draw(st.sampled_from([80, 90, 100]))
+    check(interpreter, x.contiguous(), w, slot.activation, slot.weight, blocking, capability)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_per_block", "int8", "mxfp8", "mxfp4", "nvfp4_weight_only"])
@@ -125,7 +142,7 @@ def test_packed_codes_that_are_no_words_are_left_to_tiles(interpreter):
     ],
 )
 def test_the_programs_fill_a_large_gpu(weight, n, k, blocking):
-    assert gemv_blocking_of(n, k, operand_of(meta(weight, n, k), weight)) == blocking
+    assert gemv_blocking_of(n, k, operand_of(meta(weight, n, k), weight), 90) == blocking
 
 
 def assert_loads(activation, weight, k, capability, dtype=torch.bfloat16):

@@ -5,13 +5,15 @@ import re
 
 import pytest
 import torch
-from product_cases import meta, quantized, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from product_cases import KINDS, meta, quantized, values
 
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.triton_calls import run
 from olq_fx.kernels.triton_product import blocking_of, instruction_of, operand_of, product_calls
 from olq_fx.schemes import SCHEMES
-from olq_fx.testing import assert_kernel_code, assert_product_close, assert_same_bits
+from olq_fx.testing import assert_kernel_code, assert_product_close, assert_same_bits, tensors
 
 AS_STORED = ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8"]
 """Schemes whose codes enter a matrix instruction as they are."""
@@ -43,6 +45,24 @@ def test_the_bits_are_those_of_the_same_tiles(interpreter, scheme, capability, k
     assert by_descriptors == (capability >= 90 and k % 16 == 0)
     assert_same_bits(y, alone)
     assert_product_close(y, values(a, slot.activation, k), values(b, slot.weight, k), bias=bias, residual=residual)
+
+
+@pytest.mark.parametrize("scheme", AS_STORED)
+@given(data=st.data())
+@settings(max_examples=5)
+def test_shapes_tiles_and_rows_of_every_kind(interpreter, scheme, data):
+    slot = SCHEMES[scheme].linear
+    k = data.draw(st.integers(1, 300) | st.sampled_from([16, 64, 128, 256]))
+    x, w = (data.draw(tensors(rows=(1, most), columns=(k, k), kinds=KINDS)) for most in (90, 110))
+    block_m, block_n, block_k = (data.draw(st.sampled_from(sizes)) for sizes in ([16, 32], [32, 64], [32, 64, 128]))
+    tiles = Blocking(block_m, block_n, block_k, group=data.draw(st.sampled_from([1, 2, 8])))
+    a, b = quantized(x, slot.activation), quantized(w, slot.weight, weight=True)
+    out, capability = torch.empty(len(x), len(w), dtype=x.dtype), data.draw(st.sampled_from([80, 89, 90, 100]))
+    args = (a, slot.activation, b, slot.weight, k, out, capability)
+    alone, _ = interpreter.call(multiply, *args, tiles)
+    y, _ = interpreter.call(multiply, *args, dataclasses.replace(tiles, form="persistent"))
+    assert_same_bits(y, alone)
+    assert_product_close(y, values(a, slot.activation, k), values(b, slot.weight, k))
 
 
 def test_codes_that_begin_elsewhere_are_read_by_pointers(interpreter):

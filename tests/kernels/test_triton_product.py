@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from product_cases import ACTIVATIONS, WEIGHTS, meta, quantized, values
+from product_cases import ACTIVATIONS, KINDS, WEIGHTS, meta, quantized, values
 
 from olq_fx import cost_model
 from olq_fx.formats import get_format
@@ -17,8 +17,6 @@ from olq_fx.schemes import SCHEMES
 from olq_fx.testing import FLOAT_DTYPES, assert_kernel_code, assert_product_close, assert_same_bits, tensors
 
 CAPABILITIES = (80, 90, 100)
-# Of ordinary size: scales whose product float32 does not have are another matter, see triton_matmul.
-KINDS = ("normal", "zero", "outlier", "constant", "power_of_two")
 
 
 def check(interpreter, x, w, activation, weight, capability, bias=None, residual=None, **options):

@@ -202,15 +202,25 @@ def kills(folder: str, number: int, first: Sequence[str]) -> str:
         number: of the mutant.
         first: functions whose checks run first.
     """
+    checks = [
+        (name, check.function, functools.partial(run_check, check, native)) for (name, native), check in CHECKS.items()
+    ]
+    return first_that_notices(checks, folder, number, first)
+
+
+def first_that_notices(
+    checks: Sequence[tuple[str, str, Callable[[ModuleType], None]]], folder: str, number: int, first: Sequence[str]
+) -> str:
+    """`kills` by these checks, each with its name and that of its function."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         kernels = importlib.import_module(f"mutant_{number}_kernels")
     except Exception as error:
         return f"import: {type(error).__name__}"
-    for (name, native), check in sorted(CHECKS.items(), key=lambda item: item[1].function not in first):
+    for name, _, run in sorted(checks, key=lambda check: check[1] not in first):
         try:
-            run_check(check, native, kernels)
+            run(kernels)
         except Exception as error:
             return f"{name}: {type(error).__name__}"
     return ""

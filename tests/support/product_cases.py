@@ -6,6 +6,8 @@ from olq_fx import numerics
 from olq_fx.formats import FORMATS, get_format
 
 WEIGHTS = [name for name, found in FORMATS.items() if found.weight]
+# Of ordinary size: scales whose product float32 does not have are another matter, see triton_matmul.
+KINDS = ("normal", "zero", "outlier", "constant", "power_of_two")
 ACTIVATIONS = [*(name for name, found in FORMATS.items() if found.activation), ""]
 
 
