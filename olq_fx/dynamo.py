@@ -262,7 +262,9 @@ def dynamo_backend(
 
 
 _NAMED: dict[str, Backend] = {}
-_NAMED_OF_ROOTS = WeakIdKeyDictionary()  # a module's backends by its identity: modules alike look the same in words
+_NAMED_OF_ROOTS: Any = (
+    WeakIdKeyDictionary()
+)  # a module's backends by its identity: modules alike look the same in words
 _NAMED_LOCK = threading.Lock()
 
 
