@@ -13,7 +13,7 @@ other 2-D parameter has an unknown use (`x @ w` and `x @ w.T` cannot be told apa
 
 import dataclasses
 import functools
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -134,18 +134,25 @@ def _as_declared(found: list[Candidate], declared: Mapping[str, Declaration]) ->
     """The candidates with what their model declares of its checkpoint, where that is true of it.
 
     Weights that are stored in quantized form speak for themselves, and those without data yet are what the checkpoint
-    will bring. If all are there in original precision, they were dequantized when they were loaded.
+    will bring. If some are there in original precision that it has quantized, they were dequantized when they were
+    loaded, and those without data wait elsewhere.
     """
     if not declared:
         return found
     placed = [longest_prefix(candidate.path, declared) for candidate in found]
     own = {path: [c for c, at in zip(found, placed, strict=True) if at == path] for path in declared}
     stored = {path for path, those in own.items() if any(c.blocked.startswith(ALREADY_QUANTIZED) for c in those)}
-    awaited = {path for path, those in own.items() if any(c.device.type == "meta" for c in those)} - stored
+    awaited = {path for path, those in own.items() if _awaits(those, declared[path])} - stored
     return [
         _declared(candidate, declared[path], awaited=path in awaited) if path in stored | awaited else candidate
         for candidate, path in zip(found, placed, strict=True)
     ]
+
+
+def _awaits(candidates: Sequence[Candidate], declaration: Declaration) -> bool:
+    """Whether a model is without data, and nothing of it is there that its checkpoint has quantized."""
+    brought = [c for c in candidates if not c.left_alone and declaration.covers(c.kind, c.module_path)]
+    return any(c.device.type == "meta" for c in candidates) and all(c.device.type == "meta" for c in brought)
 
 
 def _declared(candidate: Candidate, declaration: Declaration, *, awaited: bool) -> Candidate:

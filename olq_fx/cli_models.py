@@ -48,7 +48,7 @@ class Factory:
     def _made(self, dtype: torch.dtype | None, device: torch.device | None, hint: str) -> nn.Module:
         made = call_named(self.name, "MODEL", hint)
         if not isinstance(made, nn.Module):
-            raise ConfigurationError(f"MODEL {self.name!r} gives a {type(made).__name__}, not a torch.nn.Module")
+            raise ConfigurationError(f"MODEL {self.name!r} gives {type(made).__name__}, not a torch.nn.Module")
         model: nn.Module = _failing("move MODEL", lambda: made.to(device=device, dtype=dtype))
         return model.eval()
 

@@ -7,7 +7,7 @@ API:
     .of(path)                    (prefix, configuration) of the component that a path lies in; ("", itself) of the rest
     .slot(kind)                  the Slot for a kind ("linear" | "moe"; an embedding counts as linear), or None
     .with_blocks(slot)           the same slot in the formats for `weight_block_size`
-    .asks_moe                    whether `moe` was asked for itself, not as part of a scheme
+    .asks(kind)                  whether formats of a kind were asked for themselves, not as part of a scheme
     .nothing, .rest_nothing      whether everything, or all but the components, is left alone
     .rules(slot), .weight_rule(format_name), .activation_rule(format_name)    scale rules under the options
 
@@ -253,11 +253,11 @@ class QuantizationConfig:
             activation if slot.activation == plain_activation else slot.activation,
         )
 
-    @property
-    def asks_moe(self) -> bool:
-        """Whether `moe` was asked for by itself, not only as part of a scheme."""
-        inherited = parse_slot("moe", INHERIT, self.quantization, self.per_token_activation)
-        return self.moe is not None and self.moe != inherited
+    def asks(self, kind: str) -> bool:
+        """Whether formats of a kind (`linear`, `moe`, `embedding`) are asked for, not only a scheme that has them."""
+        key = "moe" if kind == "moe" else "linear"
+        slot = self.slot(kind)
+        return slot is not None and slot != parse_slot(key, INHERIT, self.quantization, self.per_token_activation)
 
     def slot(self, kind: str) -> Slot | None:
         """What layers of a kind (`linear`, `moe`, `embedding`) become where no target says otherwise.

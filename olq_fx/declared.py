@@ -2,7 +2,7 @@
 
 API:
     declarations(places) -> dict[str, Declaration]    path of a model within the model -> what its config declares
-    Declaration: path, method, schemes, skipped, experts_only
+    Declaration: path, method, schemes, skipped, only, experts_only
         .covers(kind, module_path)     whether the checkpoint brings this weight quantized
         .agrees(scheme)                whether it is what that scheme asks for
 
@@ -14,7 +14,7 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from olq_fx.errors import ConfigurationError
@@ -91,6 +91,7 @@ class Declaration:
         method: its `quant_method`, as written.
         schemes: the schemes that ask for the same.
         skipped: names and patterns of what it left in original precision.
+        only: names and patterns of what it quantized, where it lists that; empty if it is all that is not skipped.
         experts_only: whether only the weights of experts are quantized (mxfp4, as gpt-oss has it).
     """
 
@@ -98,6 +99,7 @@ class Declaration:
     method: str
     schemes: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     experts_only: bool = False
 
     def __str__(self) -> str:
@@ -120,11 +122,13 @@ class Declaration:
         if kind == "embedding" or (self.experts_only and kind != "moe"):
             return False
         inner = module_path.removeprefix(self.path).removeprefix(".") if self.path else module_path
-        return not _skips(self.skipped)(inner)
+        return not _named(self.skipped)(inner) and (not self.only or _named(self.only)(inner))
 
 
 def declarations(places: Iterable[Place]) -> dict[str, Declaration]:
     """What the configurations of a model and of the models within it declare, by their paths.
+
+    Configurations are anything that others have put there: what cannot be read as a declaration is none.
 
     Args:
         places: of the modules, those around others first. A configuration that several modules share is the first's.
@@ -146,13 +150,22 @@ def declarations(places: Iterable[Place]) -> dict[str, Declaration]:
 def _declared(config: object) -> Mapping[str, Any] | None:
     """The dictionary in which a configuration declares a method, or None."""
     for key in KEYS:
-        value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-        if value is not None and not isinstance(value, Mapping):
-            to_dict = getattr(value, "to_dict", None)
-            value = to_dict() if callable(to_dict) else vars(value)
-        if isinstance(value, Mapping) and value:
+        try:
+            value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+            value = _dictionary(value)
+        except Exception:  # a property or a conversion of another library, that fails in its own way
+            continue
+        if value:
             return value
     return None
+
+
+def _dictionary(value: Any) -> Mapping[str, Any] | None:
+    """A declaration that is a dictionary, or an object with one; None for anything else."""
+    if value is not None and not isinstance(value, Mapping):
+        to_dict = getattr(value, "to_dict", None)
+        value = to_dict() if callable(to_dict) else getattr(value, "__dict__", None)
+    return value if isinstance(value, Mapping) else None
 
 
 def _read(path: str, declared: Mapping[str, Any]) -> Declaration:
@@ -166,16 +179,37 @@ def _read(path: str, declared: Mapping[str, Any]) -> Declaration:
         path=path,
         method=name,
         schemes=tuple(dict.fromkeys(_schemes(spelled, declared))),
-        skipped=tuple(_names(declared)),
+        skipped=tuple(name for key in _SKIPPED for name in _names(declared.get(key))),
+        only=tuple(_only(spelled, declared)),
         experts_only=spelled in ("mxfp4", "gpt_oss_mxfp4"),
     )
 
 
-def _names(declared: Mapping[str, Any]) -> Iterator[str]:
-    for key in _SKIPPED:
-        value = declared.get(key)
-        if isinstance(value, (list, tuple)):
-            yield from (name for name in value if isinstance(name, str) and name)
+def _names(value: object) -> Iterator[str]:
+    """The names in an option that lists some, or has one."""
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, (list, tuple, set, frozenset)):
+        yield from (name for name in names if isinstance(name, str) and name)
+
+
+def _only(method: str, declared: Mapping[str, Any]) -> Iterator[str]:
+    """What a method lists as quantized: the targets of compressed-tensors' groups, the layers of modelopt's mixtures.
+
+    Targets may be names of classes, as `Linear`, which mean all layers that are candidates here.
+    """
+    groups, layers = declared.get("config_groups"), declared.get("quantized_layers")
+    if isinstance(groups, Mapping):
+        of_groups = [
+            list(_names(group.get("targets"))) if isinstance(group, Mapping) else [] for group in groups.values()
+        ]
+        if all(targets and not any(map(_is_class, targets)) for targets in of_groups):
+            yield from (name for targets in of_groups for name in targets)
+    elif method.startswith("modelopt") and isinstance(layers, Mapping):
+        yield from _names(list(layers))
+
+
+def _is_class(target: str) -> bool:
+    return target.isidentifier() and target[0].isupper()
 
 
 def _schemes(method: str, declared: Mapping[str, Any]) -> Iterator[str]:
@@ -215,8 +249,7 @@ def _of_group(group: object) -> str | None:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
         return None
-    scheme = _GROUPS.get(tuple(weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")))
-    scheme = scheme or _GROUPS.get(tuple(weights.get(key) for key in ("type", "num_bits", "strategy")))
+    scheme = _row(_GROUPS, weights, "type", "num_bits", "strategy")
     return scheme if group.get("input_activations") else _WEIGHT_ONLY.get(scheme or "")
 
 
@@ -224,9 +257,16 @@ def _of_quark(whole: object) -> tuple[str, ...]:
     weight = whole.get("weight") if isinstance(whole, Mapping) else None
     if not isinstance(whole, Mapping) or not isinstance(weight, Mapping):
         return ()
-    scheme = _QUARK.get(tuple(weight.get(key) for key in ("dtype", "qscheme", "group_size")))
-    scheme = scheme or _QUARK.get(tuple(weight.get(key) for key in ("dtype", "qscheme")))
+    scheme = _row(_QUARK, weight, "dtype", "qscheme")
     return _known(scheme if whole.get("input_tensors") else _WEIGHT_ONLY.get(scheme or ""))
+
+
+def _row(table: Mapping[tuple[object, ...], str], weights: Mapping[str, Any], *keys: str) -> str | None:
+    """The row of a table for these values, with the group's size where that tells rows apart."""
+    found = [weights.get(key) for key in (*keys, "group_size")]
+    if not all(isinstance(value, Hashable) for value in found):
+        return None  # no value of these options
+    return table.get(tuple(found)) or table.get(tuple(found[:-1]))
 
 
 def _of_torchao(kind: object) -> tuple[str, ...]:
@@ -239,24 +279,24 @@ def _of_torchao(kind: object) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _skips(skipped: tuple[str, ...]) -> "_Skips":
-    return _Skips(skipped)
+def _named(names: tuple[str, ...]) -> "_Named":
+    return _Named(names)
 
 
-class _Skips:
-    """Which paths a list of skipped names means: a module's whole path or its end, and all below it.
+class _Named:
+    """Which paths a list of names means: a module's whole path or its end, and all below it.
 
     Files write `lm_head`, `model.layers.0.mlp.gate`, `model.layers.*.self_attn`, `re:.*router`.
     """
 
-    def __init__(self, skipped: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
         """An expression that has no meaning is no name of anything."""
-        plain = [name for name in skipped if not name.startswith(REGEX_PREFIX)]
+        plain = [name for name in names if not name.startswith(REGEX_PREFIX)]
         self._exact = frozenset(name for name in plain if not set(name) & set("*?["))
         globs = [fnmatch.translate(name) for name in plain if name not in self._exact]
         self._globs = re.compile("|".join(globs)) if globs else None
         self._expressions = []
-        for name in skipped:
+        for name in names:
             if name.startswith(REGEX_PREFIX):
                 try:
                     self._expressions.append(compile_pattern(name))

@@ -20,10 +20,12 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from olq_fx import torch_private
 from olq_fx.compiled import Compiled
 from olq_fx.configuration import QuantizationConfig
+from olq_fx.configuration_values import INHERIT
 from olq_fx.errors import BackendError, ConfigurationError, ConfigurationTypeError, OlqFxError, OlqFxWarning
 from olq_fx.graph_job import GraphJob
 from olq_fx.inner import Inner
@@ -39,7 +41,7 @@ torch_private.hide_from_dynamo(QuantizedWeight.__torch_dispatch__)
 
 
 def backend(
-    config: object = None,
+    config: object = INHERIT,
     inner: str | Callable[..., Any] = "inductor",
     root: nn.Module | None = None,
     strict: bool = True,
@@ -53,7 +55,8 @@ def backend(
     model is as if `quantize_` had been called.
 
     Args:
-        config: a scheme name, dictionary, JSON text, path of a file, or QuantizationConfig; None leaves all alone.
+        config: a scheme name, dictionary, JSON text, path of a file, or QuantizationConfig; None leaves all alone. It
+            may be left out where keys are given.
         inner: what compiles the rewritten graph: the name of a backend, or a callable of a graph and its inputs.
         root: the module to whose tree the paths of patterns are relative, where blocks of it are compiled one by one;
             by default the module that is given to torch.compile.
@@ -258,7 +261,10 @@ def dynamo_backend(
     return found(gm, example_inputs, mode=mode, options=inner_options)
 
 
-_NAMED: dict[Any, Backend] = {}
+_NAMED: dict[str, Backend] = {}
+_NAMED_OF_ROOTS: Any = (
+    WeakIdKeyDictionary()
+)  # a module's backends by its identity: modules alike look the same in words
 _NAMED_LOCK = threading.Lock()
 
 
@@ -266,12 +272,14 @@ def _named_backend(options: dict[str, Any]) -> Backend:
     """The backend for these options: one for equal ones, so that its plans hold over graphs and recompilations."""
     if "scheme" in options and "config" in options:
         raise ConfigurationError("options: 'scheme' and 'config' are two names of the same; give one")
-    config = options.get("scheme", options.get("config"))
+    config = options.get("scheme", options.get("config", INHERIT))
     keys = {key: value for key, value in options.items() if key not in ("scheme", "config")}
-    if config is None and not set(keys) - {"inner", "root", "strict", "dump_dir", "tuned"}:
+    if config is INHERIT and not set(keys) - {"inner", "root", "strict", "dump_dir", "tuned"}:
         raise ConfigurationError('options: name a scheme, as in options={"scheme": "fp8_per_block"}')
-    key = repr((config, sorted(keys.items(), key=lambda pair: pair[0])))
+    root = keys.get("root")
+    key = repr((config, sorted((name, value) for name, value in keys.items() if name != "root")))
     with _NAMED_LOCK:
-        if key not in _NAMED:
-            _NAMED[key] = backend(config, **keys)
-        return _NAMED[key]
+        named = _NAMED_OF_ROOTS.setdefault(root, {}) if isinstance(root, nn.Module) else _NAMED
+        if key not in named:
+            named[key] = backend(config, **keys)
+        return named[key]

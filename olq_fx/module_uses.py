@@ -26,6 +26,7 @@ EXPERTS_NOT_YET = "expert weights in one tensor are not converted in this versio
 SCRIPTED = "its module is TorchScript, whose code takes plain tensors only; quantize the module that it was made from"
 ALREADY_QUANTIZED = "already quantized"
 COMPUTED = "its weight is computed by {how}, not stored; remove the parametrization first"
+NO_PARAMETER = "its weight is {what}, not a parameter"
 
 _ATTENTION_WEIGHTS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
@@ -124,7 +125,7 @@ def uses_of(place: Place, outputs: Container[int]) -> Iterator[Use]:
     if isinstance(module, torch.jit.ScriptModule):
         yield from _scripted(place, outputs)
         return
-    if not module._parameters and not module._buffers and "parametrizations" not in module._modules:
+    if not (module._parameters or module._buffers or "parametrizations" in module._modules or _is_linear(module)):
         return
     packed = _packed(module)
     yield from (_foreign(place, leaf, codes, outputs) for leaf, codes in packed.items())
@@ -139,6 +140,19 @@ def uses_of(place: Place, outputs: Container[int]) -> Iterator[Use]:
             use = _use(place, leaf, tensor, outputs)
             if use is not None:
                 yield use
+    if _is_linear(module) and module._parameters.get("weight") is None and not computed and not packed:
+        yield from _held(place, outputs)
+
+
+def _held(place: Place, outputs: Container[int]) -> Iterator[Use]:
+    """The weight of a linear layer that has made a buffer of it, or an attribute like any other."""
+    module = place.module
+    for held, what in ((module._buffers, "a buffer"), (module.__dict__, "an attribute")):
+        tensor = held.get("weight")
+        if isinstance(tensor, Tensor) and tensor.dim() == 2:
+            use = _linear(place, "weight", tensor, outputs, transposed=_is_conv1d(module))
+            yield dataclasses.replace(use, blocked=use.blocked or NO_PARAMETER.format(what=what))
+            return
 
 
 def _no_weights(module: nn.Module, packed: Container[str]) -> set[str]:
@@ -188,10 +202,8 @@ def _scripted(place: Place, outputs: Container[int]) -> Iterator[Use]:
 def _use(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Use | None:
     """What the module at `place` does with its parameter `leaf`; None for biases, norms, convolutions and the like."""
     module = place.module
-    if isinstance(module, nn.Linear) and leaf == "weight":
-        return _linear(place, leaf, tensor, outputs, transposed=False)
-    if _is_conv1d(module) and leaf == "weight":
-        return _linear(place, leaf, tensor, outputs, transposed=True)
+    if _is_linear(module) and leaf == "weight":
+        return _linear(place, leaf, tensor, outputs, transposed=_is_conv1d(module))
     if isinstance(module, nn.MultiheadAttention) and leaf in _ATTENTION_WEIGHTS:
         return _linear(place, leaf, tensor, outputs, transposed=False)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and leaf == "weight":
@@ -273,6 +285,8 @@ def _obstacle(module: nn.Module, tensor: Tensor) -> str:
         return _already(tensor)
     if tensor.dim() != 2:
         return f"it is stored with shape {tuple(tensor.shape)}, not as a matrix"
+    if tensor.layout != torch.strided:
+        return f"it is stored as {str(tensor.layout).removeprefix('torch.')}, not as a dense matrix"
     return "" if tensor.numel() else "it has no elements"
 
 
@@ -306,6 +320,11 @@ def _computed(module: nn.Module) -> dict[str, tuple[str, Tensor, tuple[str, ...]
         elif leaf.endswith("_orig"):
             found[base] = ("pruning or spectral_norm", tensor, (leaf,))
     return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is by its class a linear layer with one weight."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

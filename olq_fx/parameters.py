@@ -8,6 +8,7 @@ API:
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 PLAIN = (nn.Parameter, Tensor)
@@ -56,7 +57,7 @@ class Parameters:
 
     def _add(self, tensor: Tensor, storages: list[object]) -> None:
         key: object = id(tensor)
-        if type(tensor) in PLAIN:
+        if type(tensor) in PLAIN and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             storages.append(storage)
             count = tensor.numel()

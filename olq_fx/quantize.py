@@ -9,6 +9,7 @@ from torch import nn
 from olq_fx import conversion
 from olq_fx.candidates import Candidate, candidates_of, combine
 from olq_fx.configuration import QuantizationConfig
+from olq_fx.configuration_values import INHERIT
 from olq_fx.conversion import dequantize_ as _dequantize
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, shown
 from olq_fx.plan import plan_for
@@ -17,7 +18,7 @@ from olq_fx.report import Report
 
 def quantize_(
     model: nn.Module,
-    config: object = None,
+    config: object = INHERIT,
     device: torch.device | str | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     strict: bool = True,
@@ -32,7 +33,8 @@ def quantize_(
 
     Args:
         model: any module, also one that torch.compile has returned.
-        config: a scheme name, dictionary, JSON text, path of a file, or QuantizationConfig; None leaves all alone.
+        config: a scheme name, dictionary, JSON text, path of a file, or QuantizationConfig; None leaves all alone. It
+            may be left out where keys are given.
         device: where the model goes; each weight is converted there.
         example_inputs: arguments of one call (a tuple or list of positional ones, a dictionary of named ones). With
             them the model is traced on fake tensors, and weights that are used by functions are found too.

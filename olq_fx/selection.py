@@ -141,7 +141,7 @@ def _empty_components(
     known = {prefix for path in {path.rpartition(".")[0] for path in around} for prefix in _prefixes(path)} | around
     for prefix, own in config.components:
         if prefix not in known and prefix not in all_paths:
-            problems.append(f"components: {prefix!r} is no part of the model; {nearest(prefix, known)}")
+            problems.append(f"components: {prefix!r} is no part of the model; {nearest(prefix, known - {''})}")
         elif not own.nothing and prefix not in with_effect:
             reasons = dict.fromkeys(v.reason for n in groups.get(prefix, ()) if (v := verdicts[n]) is not None)
             why = "; ".join(list(reasons)[:SHOWN]) or "no linear, expert or embedding weight lies in it alone"

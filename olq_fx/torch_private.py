@@ -10,6 +10,7 @@ it has recorded, how tensors become fake, how Inductor is called, and what enter
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,19 +77,28 @@ def _compile_target() -> nn.Module | None:
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper":
             function = frame.f_locals.get("fn")
-            bound = getattr(function, "__self__", None)
-            if bound is None and getattr(function, "__name__", "") == "inner":
+            if getattr(function, "__name__", "") == "inner":
                 cells = getattr(function, "__closure__", None) or ()
-                bound = next((cell.cell_contents for cell in cells), None)
-            return bound if isinstance(bound, nn.Module) else None
+                function = next((cell.cell_contents for cell in cells), None)
+            return _module_behind(function)
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
+def _module_behind(function: Any) -> nn.Module | None:
+    """The module that is called, or whose method is, also with some of its arguments given by functools.partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return module if isinstance(module, nn.Module) else None
+
+
 def _receiver(code: types.CodeType, variables: dict[str, Any]) -> nn.Module | None:
     """The module on which a method runs: the first argument of a method, or what torch wraps as `fn` in `inner`."""
-    first = variables.get("fn" if code.co_name == "inner" else next(iter(code.co_varnames), ""))
-    if isinstance(first, nn.Module) and (code.co_name == "inner" or hasattr(type(first), code.co_name)):
+    if code.co_name == "inner":
+        return _module_behind(variables.get("fn"))
+    first = variables.get(next(iter(code.co_varnames), ""))
+    if isinstance(first, nn.Module) and hasattr(type(first), code.co_name):
         return first
     # What follows a graph break is a function of its own, whose first arguments are Dynamo's.
     own = variables.get("self")

@@ -117,8 +117,9 @@ class Judge:
             return self._keep(candidate, slot, reason)
         if slot is None:
             return Verdict("leave", None, reason, False, self._config), None, ""
-        if candidate.checkpoint is not None and self._config.quantization and not self._included.of(number):
-            return self._as_declared(candidate, candidate.checkpoint, self._config.quantization), None, ""
+        scheme = "" if self._config.asks(candidate.kind) else self._config.quantization
+        if candidate.checkpoint is not None and scheme and not self._included.of(number):
+            return self._as_declared(candidate, candidate.checkpoint, scheme), None, ""
         if candidate.obstacle:
             self._refuse_if_named(number, candidate)
             return Verdict("leave", None, candidate.obstacle, True, self._config), None, ""
@@ -288,7 +289,7 @@ class Judge:
             )
         experts = [n for n, candidate in enumerate(candidates) if candidate.kind == "moe"]
         refused = [n for n in experts if verdicts[n].asked and verdicts[n].decision == "leave"]
-        formats = self._config.asks_moe and self._config.moe is not None and not self._config.moe.keeps_weight
+        formats = self._config.asks("moe") and self._config.moe is not None and not self._config.moe.keeps_weight
         if formats and refused and not any(served(verdicts[n]) for n in experts):
             first = refused[0]
             found.append(

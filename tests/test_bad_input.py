@@ -64,6 +64,15 @@ def test_an_unknown_keyword(route, unchanged):
         route(case.model, "fp8", *case.args, ignroe=["q_proj"])
 
 
+@pytest.mark.parametrize("call", [olq_fx.quantize_, lambda model, **keys: olq_fx.backend(**keys)])
+def test_a_configuration_that_is_not_given_at_all(unchanged, call):
+    model = nn.Linear(8, 8)
+    with unchanged(model):
+        with pytest.raises(ConfigurationError, match="leaves nothing to quantize; name a scheme"):
+            call(model)
+        call(model, quantization=None)
+
+
 def test_a_container_offers_its_contents(route, unchanged):
     model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))})
     model.forward = model["mlp"].forward

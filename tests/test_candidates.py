@@ -326,6 +326,34 @@ def test_computed_weights_are_listed_under_the_name_that_people_know():
     assert found["new.weight"].module_names == ("new",)
 
 
+@pytest.mark.parametrize(("how", "what"), [("buffer", "a buffer"), ("attribute", "an attribute")])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 6), Conv1D(6, 4)])
+def test_a_linear_weight_that_is_no_parameter_is_listed(how, what, layer):
+    layer = copy.deepcopy(layer)
+    weight = layer.weight.detach()
+    del layer.weight
+    if how == "buffer":
+        layer.register_buffer("weight", weight)
+    else:
+        layer.weight = weight
+    found = by_path(nn.Sequential(layer, nn.Linear(4, 4)))
+    assert list(found) == ["0.weight", "1.weight"]
+    assert (found["0.weight"].shape, found["0.weight"].obstacle) == ((6, 4), f"its weight is {what}, not a parameter")
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "_mkldnn"])
+def test_weights_that_are_stored_otherwise_stay(kind):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    weight = model[0].weight.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stored = weight.to_mkldnn() if kind == "_mkldnn" else weight.to_sparse(layout=getattr(torch, kind))
+    model[0].weight = nn.Parameter(stored, requires_grad=False)
+    plan = plan_for("int8", model)
+    assert plan.lookup("0.weight").reason == f"it is stored as {kind}, not as a dense matrix"
+    assert [row.path for row in plan.quantized] == ["1.weight"]
+
+
 def test_one_parameter_under_several_names_is_one_candidate():
     shared: Any = nn.Linear(4, 4)
     model = nn.ModuleDict({"a": nn.Sequential(shared), "b": shared, "c": nn.Linear(4, 4), "d": nn.Linear(4, 4)})

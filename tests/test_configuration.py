@@ -386,11 +386,11 @@ def test_online_and_left_out_slots_change_nothing():
 
 
 def test_asking_for_experts_differs_from_a_scheme_that_has_them():
-    assert not QuantizationConfig("fp8").asks_moe
-    assert not QuantizationConfig("fp8", moe="fp8").asks_moe
-    assert not QuantizationConfig("fp8", moe=None).asks_moe
-    assert QuantizationConfig("fp8", moe="mxfp4").asks_moe
-    assert QuantizationConfig(moe="fp8").asks_moe
+    assert not QuantizationConfig("fp8").asks("moe")
+    assert not QuantizationConfig("fp8", moe="fp8").asks("moe")
+    assert not QuantizationConfig("fp8", moe=None).asks("moe")
+    assert QuantizationConfig("fp8", moe="mxfp4").asks("moe")
+    assert QuantizationConfig(moe="fp8").asks("moe")
 
 
 def test_the_dictionary_is_plain_json_and_short():

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import olq_fx
@@ -13,6 +15,7 @@ from olq_fx.declared import declarations
 from olq_fx.errors import PlanError
 from olq_fx.module_uses import places
 from olq_fx.plan import plan_for
+from olq_fx.schemes import SCHEMES
 
 BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["mlp.gate", "lm_head"]}
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -133,9 +136,55 @@ def test_where_a_declaration_may_stand(config):
     assert found.skipped == ("mlp.gate", "lm_head")
 
 
-@pytest.mark.parametrize("config", [None, {}, SimpleNamespace(), {"quantization_config": None}, 7, "fp8"])
+class Failing:
+    """A configuration, or a declaration, that cannot be read."""
+
+    @property
+    def quantization_config(self):
+        raise RuntimeError("not loaded")
+
+    def to_dict(self):
+        raise RuntimeError("not loaded")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(None, {}, SimpleNamespace(), 7, "fp8", Failing()),
+        *({"quantization_config": value} for value in (None, 7, "fp8", ["fp8"], True, {}, Failing())),
+    ],
+)
 def test_no_declaration(config):
     assert declared_by(config) is None
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=5)
+    | st.sampled_from(["float", "re:(", "*[", "Linear"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+WEIGHTS = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(["type", "num_bits", "strategy", "group_size", "dtype", "qscheme"], JSON)
+)
+GROUP = st.fixed_dictionaries({}, optional={"targets": JSON, "weights": WEIGHTS | JSON, "input_activations": JSON})
+OPTIONS = {
+    "config_groups": st.dictionaries(st.text(max_size=3), GROUP | JSON, max_size=2) | JSON,
+    "global_quant_config": st.fixed_dictionaries({"weight": WEIGHTS | JSON}) | JSON,
+    "quant_type": st.fixed_dictionaries({"default": st.fixed_dictionaries({"_type": JSON}) | JSON}) | JSON,
+} | dict.fromkeys(["quant_algo", "quantization", "quantized_layers", "ignore", "modules_to_not_convert"], JSON)
+METHODS = ["fp8", "mxfp4", "compressed-tensors", "modelopt", "quark", "torchao"]
+
+
+@given(st.fixed_dictionaries({"quant_method": st.sampled_from(METHODS) | JSON}, optional=OPTIONS))
+def test_any_declaration_is_read(declared):
+    found = declared_by({"quantization_config": declared})
+    assert found.covers("linear", "blocks.0.attn") in (True, False)
+    assert set(found.schemes) <= set(SCHEMES)
+    assert found in {found}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -227,6 +276,7 @@ def test_without_weights_the_declaration_says_which_come_quantized():
         (["attn"], {"attn"}),
         (["att"], set()),
         (["re:(", "gate"], {"mlp.gate"}),
+        ("mlp.gate", {"mlp.gate"}),
         (None, set()),
     ],
 )
@@ -234,6 +284,35 @@ def test_names_that_a_method_skips(skipped, kept):
     model = model_with({**BLOCK_FP8, "modules_to_not_convert": skipped}, device="meta")
     come = {c.module_path for c in candidates_of(model) if c.blocked}
     assert come == {f"blocks.{i}.{name}" for i in range(2) for name in {"attn", "mlp.gate", "mlp.down"} - kept}
+
+
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "come"),
+    [
+        (COMPRESSED, {"attn", "mlp.down"}),
+        ({**COMPRESSED, "config_groups": {"a": {**GROUPS["group_0"], "targets": ["re:.*attn"]}}}, {"attn"}),
+        ({**COMPRESSED, "config_groups": {"a": {"targets": ["attn"]}, "b": {"targets": ["re:.*(gate|down)"]}}},
+         {"attn", "mlp.down"}),
+        ({**COMPRESSED, "config_groups": {"a": {"targets": ["attn"]}, "b": {}}}, {"attn", "mlp.down"}),
+        ({**MIXED, "quantized_layers": {"mlp.gate": {"quant_algo": "FP8"}}}, {"mlp.gate"}),
+        (MIXED, {"attn", "mlp.gate", "mlp.down"}),
+    ],
+)  # fmt: skip
+def test_names_of_all_that_a_method_quantized(declared, come):
+    model = model_with(declared, device="meta")
+    found = {c.module_path for c in candidates_of(model) if c.blocked}
+    assert found == {f"blocks.{i}.{name}" for i in range(2) for name in come}
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_block", "mxfp8"])
+def test_formats_beside_a_scheme_are_for_layers_too(scheme):
+    """What is said of linear layers themselves is no part of the scheme, which the checkpoint has or has not."""
+    model = model_with(BLOCK_FP8, quantized=True)
+    report = olq_fx.quantize_(model, {"quantization": scheme, "linear": "int8"})
+    assert set(report.converted) == {f"blocks.{i}.{leaf}.weight" for i in range(2) for leaf in ("attn", "mlp.gate")}
 
 
 def test_dequantized_weights_are_like_any_others():
@@ -245,6 +324,9 @@ def test_weights_that_wait_elsewhere_are_not_taken_for_quantized():
     model = model_with(BLOCK_FP8, quantized=True)
     model.blocks[1].attn.to("meta")
     assert decisions(plan_for({"linear": "int8"}, model))["blocks.1.attn"] == "quantize"
+    dequantized = model_with(BLOCK_FP8)
+    dequantized.blocks[1].to("meta")
+    assert set(decisions(plan_for("int8", dequantized)).values()) == {"quantize"}
 
 
 def test_each_part_of_a_pipeline_declares_for_itself():

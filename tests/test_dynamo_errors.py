@@ -170,6 +170,14 @@ def test_equal_options_are_one_backend():
     assert isinstance(model[0].weight, QuantizedWeight)
 
 
+def test_named_backends_of_two_roots_that_look_alike_are_two():
+    roots = [nn.Sequential(stack()) for _ in range(2)]
+    for root in roots:
+        options = {"scheme": "int8", "inner": "eager", "ignore": ["0.1"], "root": root}
+        torch.compile(root[0], backend="olq_fx", options=options)(X)
+        assert [isinstance(layer.weight, QuantizedWeight) for layer in root[0]] == [True, False, True]
+
+
 def test_dumps_hold_every_graph(tmp_path):
     backend = olq_fx.backend("int8", inner="eager", dump_dir=tmp_path)
     torch.compile(stack(), backend=backend)(X)

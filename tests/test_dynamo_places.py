@@ -169,6 +169,31 @@ def test_decorated_method(inner: Count):
     assert backend.report.check()
 
 
+class Two(nn.Module):
+    """Two layers, in a class that torch does not treat in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(K, K), nn.Linear(K, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(("model", "kept"), [(Two, "second"), (lambda: nn.Sequential(nn.Linear(K, K), Two()), "0")])
+def test_method_is_of_its_module(model: Callable[[], nn.Module], kept: str, partial: bool, inner: Count):
+    """Also where torch wraps it, as it does with methods of its own classes."""
+    module = model()
+    function = functools.partial(module.forward) if partial else module.forward
+    backend = olq_fx.backend({"linear": "int8", "ignore": [kept]}, inner=inner)
+    expected = module(X)
+    assert close(torch.compile(function, backend=backend)(X), expected)
+    linear = {path for path, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    assert set(backend.report.converted) == {f"{path}.weight" for path in linear - {kept}}
+    assert backend.report.check()
+
+
 # Several graphs of one root
 
 

@@ -280,6 +280,12 @@ def test_a_configuration_that_does_not_fit_is_this_error(model, given, message):
     assert str(caught.value) == message
 
 
+def test_what_is_no_part_of_a_small_model_offers_all_that_are():
+    with pytest.raises(PlanError) as caught:
+        plan_for({"components": {"transformer": "fp8"}}, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    assert str(caught.value) == "components: 'transformer' is no part of the model; valid: 0, 1"
+
+
 def test_one_weight_in_two_components():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["b"].weight = model["a"].weight
