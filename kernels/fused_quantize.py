@@ -19,7 +19,7 @@ from olq_fx import numerics, torch_private
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference
 
-Plain = tuple[Sequence[Tensor], str, Sequence[Tensor], str, int, torch.dtype, Tensor | None, int, int]
+Plain = tuple[Sequence[Tensor], str, Sequence[Tensor], str, int, torch.dtype, Tensor | None, int, int, str]
 """A `Product` as the arguments of a graph's node can hold it."""
 
 
@@ -28,7 +28,7 @@ class Product:
     """Some columns of a quantized linear layer.
 
     Attributes:
-        x: the parts of its input (M, K), or a list of one tensor.
+        x: the parts of its input (M, K), or a list of one tensor; with a rule values and maxima, see `on_load`.
         activation_format: of them, "" for one in original precision.
         weight: the parts of the weight (N, K).
         weight_format: of them.
@@ -36,6 +36,7 @@ class Product:
         dtype: of the result.
         bias: (N,) or None.
         first, columns: which of its columns are wanted.
+        rule: of scales, where values are quantized as they are loaded; else "".
     """
 
     x: Any
@@ -47,6 +48,7 @@ class Product:
     bias: Any
     first: int
     columns: int
+    rule: str = ""
 
     @property
     def plain(self) -> Plain:
@@ -58,9 +60,11 @@ class Product:
     @property
     def computed(self) -> Tensor:
         """(M, columns), of tensors."""
-        whole = torch.ops.olq_fx.quantized_linear.default(
-            *(self.x, self.activation_format, self.weight, self.weight_format, self.k, self.dtype, self.bias, None)
-        )
+        args = (self.x, self.activation_format, self.weight, self.weight_format, self.k, self.dtype, self.bias, None)
+        if self.rule:
+            whole = torch.ops.olq_fx.linear_on_load.default(*args, self.rule)
+        else:
+            whole = torch.ops.olq_fx.quantized_linear.default(*args)
         # The operator itself: Python's brackets ask for the device, which need not be there while code is made for it.
         found: Tensor = torch.ops.aten.slice.Tensor(whole, 1, self.first, self.first + self.columns)
         return found
@@ -94,6 +98,7 @@ class Body:
         columns: of the matrix.
         kept: dtypes of what is kept.
         tall: the number of a tensor that has all rows; -1 where products have them.
+        dtype: of the matrix.
     """
 
     function: Callable[..., Any]
@@ -102,6 +107,7 @@ class Body:
     columns: int
     kept: tuple[torch.dtype, ...]
     tall: int
+    dtype: torch.dtype
 
 
 _BODIES: dict[str, Body] = {}
@@ -160,6 +166,7 @@ torch_private.implement_higher_order(fused_quantize, _computed, _shapes)
 def prepare() -> None:
     """Tell Inductor how the operator is lowered, where Triton is there to compile it."""
     if importlib.util.find_spec("triton") is not None:
-        from olq_fx.kernels import template_lowering
+        from olq_fx.kernels import on_load_lowering, template_lowering
 
         template_lowering.register()
+        on_load_lowering.register()
