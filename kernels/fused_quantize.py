@@ -1,10 +1,12 @@
 """`fused_quantize`: what the passes make of a quantization and all that leads up to it, as one call.
 
-    fused_quantize(body, products, tensors, format, rule) -> [*parts, *kept]
+    fused_quantize(body, products, tensors, format, rule, zeros=()) -> [*parts, *kept, *zeroed]
 
 `body` names a function (`remember`): of the results of `products`, (M, N) each, and of `tensors`, to the (M, K) that is
-quantized to `format` by `rule`, and after it what others read too (`kept`), each (M, K). A compiler for GPUs makes one
-kernel of it (`template_lowering`); what is defined here says what that computes.
+quantized to `format` by `rule`, and after it what others read too (`kept`), each (M, K). Of `zeros` each is a number of
+columns of an int32 tensor (M, columns) that the kernel sets to 0 beside its work, for a later kernel to raise (without
+products only). A compiler for GPUs makes one kernel of it (`template_lowering`); what is defined here says what that
+computes.
 """
 
 import dataclasses
@@ -132,22 +134,51 @@ class FusedQuantize(torch_private.HigherOrderOperator):
         """Register it."""
         super().__init__("olq_fx_fused_quantize", cacheable=True)  # type: ignore[no-untyped-call]
 
-    def __call__(self, body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
-        """The parts, and what is kept."""
-        return super().__call__(body, products, tensors, format, rule)  # type: ignore[no-untyped-call]
+    def __call__(
+        self,
+        body: str,
+        products: Sequence[Plain],
+        tensors: Sequence[Tensor],
+        format: str,
+        rule: str,
+        zeros: Sequence[int] = (),
+    ) -> Any:
+        """The parts, what is kept, and zeros."""
+        return super().__call__(body, products, tensors, format, rule, zeros)  # type: ignore[no-untyped-call]
 
 
-def _computed(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
-    values = [Product(*each).computed for each in products]
-    whole, *kept = body_of(body).function(*values, *tensors)
-    return [*reference.quantize(whole, format, rule), *kept]
+def _computed(
+    body: str,
+    products: Sequence[Plain],
+    tensors: Sequence[Tensor],
+    format: str,
+    rule: str,
+    zeros: Sequence[int] = (),
+) -> Any:
+    whole, *kept = _values(body, products, tensors)
+    return [*reference.quantize(whole, format, rule), *kept, *_zeroed(whole, zeros)]
 
 
-def _shapes(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
-    values = [Product(*each).computed for each in products]
-    whole, *kept = body_of(body).function(*values, *tensors)
+def _values(body: str, products: Sequence[Plain], tensors: Sequence[Tensor]) -> Any:
+    return body_of(body).function(*(Product(*each).computed for each in products), *tensors)
+
+
+def _zeroed(like: Tensor, zeros: Sequence[int]) -> list[Tensor]:
+    return [like.new_zeros((like.shape[0], columns), dtype=torch.int32) for columns in zeros]
+
+
+def _shapes(
+    body: str,
+    products: Sequence[Plain],
+    tensors: Sequence[Tensor],
+    format: str,
+    rule: str,
+    zeros: Sequence[int] = (),
+) -> Any:
+    whole, *kept = _values(body, products, tensors)
     specs = numerics.part_specs(get_format(format), *whole.shape)
-    return [*(whole.new_empty(spec.shape, dtype=spec.dtype) for spec in specs), *kept]
+    parts = [whole.new_empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    return [*parts, *kept, *_zeroed(whole, zeros)]
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

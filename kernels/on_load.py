@@ -1,12 +1,13 @@
 """Formats whose groups are wider than a tile of a product: the product that makes values takes their maxima, and the
 product that reads them quantizes what it loads.
 
-    fused_maxima(body, products, tensors, wide, finite) -> [values, maxima, *kept]
+    fused_maxima(body, products, tensors, wide, finite, zeros) -> [values, maxima, *kept]
     linear_on_load([values, maxima], activation_format, weight, ..., rule) -> (M, N)
 
 `fused_maxima` is `fused_quantize` without the quantization: `values` (M, K) is what the body computes of products and
 tensors, and `maxima` (M, P) the bits, as int32, of the largest size of each group of `wide` columns (0: of the row);
-where `finite` says so NaN and Inf are left out. `linear_on_load` is `quantized_linear` of what `quantize` makes of the
+where `finite` says so NaN and Inf are left out. `zeros` is empty, or the one int32 (M, P), all 0 and read by nobody
+else, that the maxima may be raised in. `linear_on_load` is `quantized_linear` of what `quantize` makes of the
 values by `rule`. So no kernel has a quantization for its only work. Compilers for GPUs make a kernel of each
 (`on_load_lowering`); what is defined here says what they compute.
 """
@@ -57,14 +58,27 @@ class FusedMaxima(torch_private.HigherOrderOperator):
         """Register it."""
         super().__init__("olq_fx_fused_maxima", cacheable=True)  # type: ignore[no-untyped-call]
 
-    def __call__(self, body: str, products: Sequence[Plain], tensors: Sequence[Tensor], wide: int, finite: bool) -> Any:
+    def __call__(
+        self,
+        body: str,
+        products: Sequence[Plain],
+        tensors: Sequence[Tensor],
+        wide: int,
+        finite: bool,
+        zeros: Sequence[Tensor],
+    ) -> Any:
         """The values, their maxima, and what is kept."""
-        return super().__call__(body, products, tensors, wide, finite)  # type: ignore[no-untyped-call]
+        return super().__call__(body, products, tensors, wide, finite, zeros)  # type: ignore[no-untyped-call]
 
 
-def _computed(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], wide: int, finite: bool) -> Any:
+def _computed(
+    body: str, products: Sequence[Plain], tensors: Sequence[Tensor], wide: int, finite: bool, zeros: Sequence[Tensor]
+) -> Any:
     whole, *kept = body_of(body).function(*(Product(*each).computed for each in products), *tensors)
-    return [whole, maxima(whole, wide, finite), *kept]
+    found = maxima(whole, wide, finite)
+    for each in zeros:
+        found = torch.maximum(found, each)
+    return [whole, found, *kept]
 
 
 def maxima(values: Tensor, wide: int, finite: bool) -> Tensor:
@@ -81,7 +95,9 @@ def _cuts(wide: int, parts: int) -> list[int]:
     return [wide * i for i in range(1, parts)]
 
 
-def _shapes(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], wide: int, finite: bool) -> Any:
+def _shapes(
+    body: str, products: Sequence[Plain], tensors: Sequence[Tensor], wide: int, finite: bool, zeros: Sequence[Tensor]
+) -> Any:
     whole, *kept = body_of(body).function(*(Product(*each).computed for each in products), *tensors)
     parts = Maxima(wide, finite).parts(int(whole.shape[1]))
     return [whole, whole.new_empty((whole.shape[0], parts), dtype=torch.int32), *kept]

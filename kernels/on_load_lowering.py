@@ -34,6 +34,7 @@ class _Values(Target):
     """Values with their maxima, in the place of codes with their scales."""
 
     maxima: Maxima
+    zeros: Sequence[Any]
     kernel: ClassVar[str] = "olq_fx_linear_maxima"
 
     @property
@@ -46,6 +47,8 @@ class _Values(Target):
         return torch_templates.layout(self.shape, self.body.dtype, self.device)
 
     def beside(self) -> list[Any]:
+        if self.zeros:
+            return list(self.zeros)
         shape = self.shape[0], self.maxima.parts(self.shape[1])
         return [torch_templates.new_zeros(shape, torch.int32, self.device)]
 
@@ -57,7 +60,7 @@ def register() -> None:
 
 
 def lower_maxima(
-    body: str, products: Sequence[Plain], tensors: Sequence[Any], wide: int, finite: bool
+    body: str, products: Sequence[Plain], tensors: Sequence[Any], wide: int, finite: bool, zeros: Sequence[Any]
 ) -> list[Any]:
     """The values, their maxima and what is kept, as buffers of Inductor."""
     known, found = body_of(body), [Product(*each) for each in products]
@@ -70,6 +73,7 @@ def lower_maxima(
         shape=(tall.get_size()[0], known.columns),
         device=tall.get_device(),
         maxima=Maxima(wide, finite),
+        zeros=zeros,
     )
     return with_products(target, found)
 

@@ -85,10 +85,16 @@ class Target:
         _, *scales = numerics.part_specs(self.format, 1, self.shape[1])
         return [torch_templates.new_buffer((self.shape[0], each.shape[1]), each.dtype, self.device) for each in scales]
 
-    def launched(self, kernel: "Kernel", tiles: Sequence[Blocking], inputs: Sequence[Any]) -> list[Any]:
-        """The results of a kernel that reads `inputs` besides the body's tensors, in the best of these tiles."""
+    def launched(
+        self, kernel: "Kernel", tiles: Sequence[Blocking], inputs: Sequence[Any], more: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The results of a kernel that reads `inputs` besides the body's tensors, in the best of these tiles.
+
+        It writes `more` buffers, the last of its results.
+        """
         outputs = self.beside()
         outputs += [torch_templates.new_buffer(self.shape, dtype, self.device) for dtype in self.body.kept]
+        outputs += more
         template = torch_templates.make_template(kernel.name, kernel.source, kernel.grid, kernel.imports)
         choices = [
             torch_templates.Choice(
@@ -142,14 +148,21 @@ def format_constants(format: Format, rule: str, capability: int) -> dict[str, An
     }
 
 
-def lower(body: str, products: Sequence[Plain], tensors: Sequence[Any], format: str, rule: str) -> list[Any]:
-    """The parts and what is kept, as buffers of Inductor."""
+def lower(
+    body: str,
+    products: Sequence[Plain],
+    tensors: Sequence[Any],
+    format: str,
+    rule: str,
+    zeros: Sequence[int] = (),
+) -> list[Any]:
+    """The parts, what is kept and zeros, as buffers of Inductor."""
     known, found = body_of(body), [Product(*each) for each in products]
     realized = [torch_templates.realized(tensor) for tensor in tensors]
     tall = found[0].x[0] if found else realized[known.tall]
     shape = tall.get_size()[0], known.columns
     target = Target(known, realized, get_format(format), rule, shape, tall.get_device())
-    return with_products(target, found) if found else _with_rows(target)
+    return with_products(target, found) if found else _with_rows(target, zeros)
 
 
 def _inputs(target: Target) -> list[str]:
@@ -260,14 +273,21 @@ def _row_grid(rows: int, columns: int, meta: Any, *, cdiv: Callable[[int, int], 
     return cdiv(rows, meta["BLOCK_M"]), 1, 1
 
 
-def _with_rows(target: Target) -> list[Any]:
+def _with_rows(target: Target, zeros: Sequence[int]) -> list[Any]:
     width = target.shape[1]
     # Groups of the widest kind lie within a tile.
     log = (max(128, width, coarse_columns(target.format)) - 1).bit_length()
     stages = [(stage.reduction, _NAMES[stage.dtype]) for stage in target.body.stages if stage.reduction]
     constants = {**target.constants, "LOG_ROW": log}
-    source = row_source(stages, constants, _inputs(target), len(target.body.kept), width)
+    source = row_source(stages, constants, _inputs(target), len(target.body.kept), width, zeros)
     block_m = max(1, _ROW_ELEMENTS >> log)
     warps = min(32, max(1, (block_m << log) // _WARP_ELEMENTS))
     kernel = Kernel("olq_fx_rows_quantize", source, ROW_IMPORTS, _row_grid)
-    return target.launched(kernel, [Blocking(block_m, 1 << log, 1, num_warps=warps, num_stages=1)], [])
+    tiles = [Blocking(block_m, 1 << log, 1, num_warps=warps, num_stages=1)]
+    rows = target.shape[0]
+    return target.launched(
+        kernel,
+        tiles,
+        [],
+        [torch_templates.new_buffer((rows, columns), torch.int32, target.device) for columns in zeros],
+    )

@@ -332,7 +332,12 @@ def _format(constants: Mapping[str, Any], group_m: str) -> str:
 
 
 def row_source(
-    stages: Sequence[tuple[str, str]], constants: Mapping[str, Any], inputs: Sequence[str], kept: int, width: int
+    stages: Sequence[tuple[str, str]],
+    constants: Mapping[str, Any],
+    inputs: Sequence[str],
+    kept: int,
+    width: int,
+    zeros: Sequence[int] = (),
 ) -> str:
     """The kernel in which a program owns whole rows: reductions over them, a body, and quantization.
 
@@ -342,9 +347,10 @@ def row_source(
         inputs: what the body takes, but for tensors.
         kept: how many values are written beside the quantized ones.
         width: columns of a row, at most 2^LOG_ROW.
+        zeros: columns of further tensors, which are set to 0.
     """
     coarse = ["COARSE"] if constants["HAS_COARSE"] else []
-    outputs = ["SCALE", *coarse, *(f"KEPT{i}" for i in range(kept))]
+    outputs = ["SCALE", *coarse, *(f"KEPT{i}" for i in range(kept)), *(f"ZERO{i}" for i in range(len(zeros)))]
     names = ", ".join(f'"{name}"' for name in outputs)
     lines = [
         f"{{{{def_kernel({names})}}}}",
@@ -363,6 +369,11 @@ def row_source(
     for i in range(kept + 1):
         lines += _modification(len(stages) + i, f"v{i}", inputs)
     lines += _kept(range(1, kept + 1), "tl.arange(0, BLOCK_N)")
+    lines += [
+        f"    tl.store(ZERO{i} + rows.to(tl.int64) * {columns} + {part}, 0, mask=rows < M)"
+        for i, columns in enumerate(zeros)
+        for part in range(columns)
+    ]
     lines.append("    v0 = tl.where(inside, v0, 0.0)")
     return "\n".join([*lines, *_row_sink(constants)]) + "\n"
 

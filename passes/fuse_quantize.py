@@ -31,7 +31,7 @@ from olq_fx.kernels.on_load import fused_maxima, maxima_of
 from olq_fx.passes.base import PassResult, Reject
 from olq_fx.passes.body_stages import cut, name_of
 from olq_fx.passes.fxtools import caller, tensor_of
-from olq_fx.passes.on_load import read_on_load, readers_of
+from olq_fx.passes.on_load import read_on_load, readers_of, result, zeroed
 from olq_fx.passes.region_bodies import CannotSay, RegionBody
 from olq_fx.passes.row_regions import DTYPES, VIEWS, Piece, Region, find, piece_of
 
@@ -219,15 +219,16 @@ def _rewrite(quantize: Node, body: RegionBody, readers: list[Node]) -> None:
             value = whole.meta["val"]
             shape = value.shape[0], maxima.parts(value.shape[1])
             parts = [value, value.new_empty(shape, dtype=torch.int32)]
-            fused = graph.call_function(fused_maxima, (*args, maxima.wide, maxima.finite))
+            zeros = zeroed(body.pieces[0].product, shape)
+            fused = graph.call_function(fused_maxima, (*args, maxima.wide, maxima.finite, zeros))
         else:
             fused = graph.call_function(fused_quantize, (*args, *quantize.args[1:3]))
         values = [matrix.meta["val"] for matrix in kept]
         fused.meta = {**quantize.meta, "val": [*parts, *values]}
         for i, node in enumerate(body.kept):
-            _hand_over(node, _result(fused, len(parts) + i, values[i]), body.region, quantize)
+            _hand_over(node, result(fused, len(parts) + i, values[i]), body.region, quantize)
         if readers:
-            given = [_result(fused, i, part) for i, part in enumerate(parts)]
+            given = [result(fused, i, part) for i, part in enumerate(parts)]
             read_on_load(readers, given[0], given[1], str(quantize.args[2]))
     if not readers:
         quantize.replace_all_uses_with(fused)
@@ -240,12 +241,6 @@ def _plain(piece: Piece) -> Any:
     x, activation_format, weight, weight_format, k, dtype, bias, *_ = piece.product.args
     args: Any = (x, activation_format, weight, weight_format, k, dtype, bias, piece.first, piece.columns, piece.rule)
     return Product(*args).plain
-
-
-def _result(fused: Node, number: int, value: Tensor) -> Node:
-    node = fused.graph.call_function(operator.getitem, (fused, number))
-    node.meta = {**fused.meta, "val": value}
-    return node
 
 
 def _hand_over(node: Node, matrix: Node, region: Region, quantize: Node) -> None:

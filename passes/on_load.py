@@ -12,8 +12,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
+from olq_fx.kernels.fused_quantize import fused_quantize
 from olq_fx.kernels.on_load import LINEAR_ON_LOAD
 from olq_fx.passes.fxtools import tensor_of
 from olq_fx.passes.row_regions import PRODUCT
@@ -62,6 +65,27 @@ def read_on_load(readers: Sequence[Node], values: Node, maxima: Node, rule: str)
         with reader.graph.inserting_before(reader):
             args = ([values, maxima], *reader.args[1:8], rule)
             made = reader.graph.call_function(LINEAR_ON_LOAD, args)
-        made.meta = dict(reader.meta)
+        made.meta = {**reader.meta, "original_aten": LINEAR_ON_LOAD}
         reader.replace_all_uses_with(made)
         reader.graph.erase_node(reader)
+
+
+def zeroed(product: Node, shape: tuple[Any, int]) -> list[Node]:
+    """An int32 of this shape that the kernel sets to 0 which makes the activations of a product; none if none can."""
+    x: Any = product.args[0]
+    maker = x[0].args[0] if x[0].target is operator.getitem else None
+    if maker is None or maker.target is not fused_quantize or maker.args[1]:
+        return []
+    *others, zeros = (*maker.args, ()) if len(maker.args) == 5 else maker.args
+    maker.args = (*others, (*zeros, shape[1]))
+    value = x[0].meta["val"].new_empty(shape, dtype=torch.int32)
+    maker.meta["val"] = [*maker.meta["val"], value]
+    with maker.graph.inserting_after(maker):
+        return [result(maker, len(maker.meta["val"]) - 1, value)]
+
+
+def result(fused: Node, number: int, value: Tensor) -> Node:
+    """One of the results of a fused call, with what is known of it."""
+    node = fused.graph.call_function(operator.getitem, (fused, number))
+    node.meta = {**fused.meta, "val": value}
+    return node
