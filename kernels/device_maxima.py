@@ -41,7 +41,9 @@ def raise_maxima(tile, maxima, rows, first, M, PARTS: tl.constexpr, WIDE: tl.con
 
 
 @triton.jit
-def row_units(maxima, rows, part, M, PARTS: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr):
+def row_units(
+    maxima, rows, part, M, PARTS: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr
+):
     """The float32 scales (rows,) of the groups that `maxima` belong to: number `part` of each row."""
     bits = tl.load(maxima + rows.to(tl.int64) * PARTS + part, mask=rows < M, other=0)
     amax = from_bits(bits)
@@ -105,10 +107,7 @@ def quantized_operand(
             return decode(code, ELEMENT, False).to(tl.bfloat16)
     else:
         code, stored = coded_groups(tile, unit, ELEMENT, SCALE, RULE, GROUP_K, COARSE, LOG, NATIVE)
-        if SCALE == "e8m0":
-            scale = decode_e8m0(stored)
-        else:
-            scale = decode_e4m3(stored, False)
+        scale = decode_e8m0(stored) if SCALE == "e8m0" else decode_e4m3(stored, False)
         return tl.reshape(decode(code, ELEMENT, False) * scale[:, None], tile.shape).to(tl.bfloat16)
 
 

@@ -16,13 +16,13 @@ from olq_fx.kernels.template_lowering import (
     Target,
     buffers_of,
     left_operand,
+    on_load_blocking,
     operand_like,
     product_text,
     tile_grid,
     with_products,
 )
 from olq_fx.kernels.template_sources import ON_LOAD_IMPORTS, OnLoad, Sink, maxima_sink, on_load_source
-from olq_fx.kernels.on_load_cost import on_load_blocking
 from olq_fx.kernels.triton_product import constants_of, instruction_of
 
 _ANY = get_format("fp8_per_token")
@@ -100,7 +100,7 @@ def lower_linear(
     b = operand_like(weight, weight_format)
     instruction = instruction_of(a, b, k, capability)
     m = x[0].get_size()[0]
-    blocking = on_load_blocking(torch_templates.hint(m), n, k, a, b, instruction, capability)
+    blocking = on_load_blocking(torch_templates.hint(m), n, k, (a, b), instruction, capability)
     constants = {**constants_of(a, b, instruction, blocking, k), "K": k}
     source = on_load_source(side, product_text(0, product, b, blocking), constants, residual is not None)
     inputs += buffers_of(weight, weight_format)

@@ -15,6 +15,7 @@ from olq_fx.formats import Format, get_format
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.fused_quantize import Body, Plain, Product, body_of, fused_quantize
 from olq_fx.kernels.on_load import maxima_of
+from olq_fx.kernels.on_load_cost import on_load_tile
 from olq_fx.kernels.template_sources import (
     PRODUCT_IMPORTS,
     ROW_IMPORTS,
@@ -27,7 +28,14 @@ from olq_fx.kernels.template_sources import (
     row_source,
 )
 from olq_fx.kernels.triton_linear_chain import Chain, chain_blocking
-from olq_fx.kernels.triton_product import Operand, constants_of, instruction_of, operand_of
+from olq_fx.kernels.triton_product import (
+    Instruction,
+    Operand,
+    constants_of,
+    instruction_of,
+    operand_of,
+    tile_blocking_of,
+)
 from olq_fx.kernels.triton_quantize import by_row, coarse_columns
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -111,7 +119,9 @@ class Target:
             if each[0] != "t"
         ]
         bodies = [torch_templates.scalar_body(stage.graph, [*scalars, *self.tensors]) for stage in self.body.stages]
-        made = torch_templates.launch(kernel.name, choices, inputs, outputs, self.like, self.shape, bodies, self.tensors)
+        made = torch_templates.launch(
+            kernel.name, choices, inputs, outputs, self.like, self.shape, bodies, self.tensors
+        )
         return [made, *outputs]
 
 
@@ -183,7 +193,7 @@ def with_products(target: Target, products: Sequence[Product]) -> list[Any]:
     a, side, inputs = left_operand(shared, target.capability)
     weights = [operand_like(each.weight, each.weight_format) for each in products]
     instruction = instruction_of(a, weights[0], shared.k, target.capability)
-    blocking = _blocking(target, a, weights, shared.k)
+    blocking = _blocking(target, a, weights, shared.k, bool(shared.rule))
     constants = {
         **constants_of(a, weights[0], instruction, blocking, shared.k),
         "K": shared.k,
@@ -220,6 +230,14 @@ def product_text(number: int, product: Product, weight: Operand, blocking: Block
     return ProductText(_side(f"B{number}", weight), bias, product.first, weight.codes.shape[0], uniform)
 
 
+def on_load_blocking(
+    m: int, n: int, k: int, operands: tuple[Operand, Operand], instruction: Instruction, capability: int
+) -> Blocking:
+    """An analytic choice for (m, n) of operands of which the first is quantized on load."""
+    block_k = tile_blocking_of(m, n, k, *operands, instruction, capability).block_k
+    return on_load_tile(m, n, instruction.dot, capability, block_k)
+
+
 def _tiles(first: Blocking) -> list[Blocking]:
     """The analytic choice; where Inductor may measure, others that need no other text."""
     if not torch_templates.wants_tuning():
@@ -233,11 +251,14 @@ def _tiles(first: Blocking) -> list[Blocking]:
     return [first, *(each for each in others if each != first)]
 
 
-def _blocking(target: Target, a: Operand, weights: Sequence[Operand], k: int) -> Blocking:
+def _blocking(target: Target, a: Operand, weights: Sequence[Operand], k: int, on_load: bool) -> Blocking:
     rows, width = torch_templates.hint(target.shape[0]), target.shape[1]
     chain = Chain("silu", "paired") if len(weights) > 1 else Chain()
     columns = width * len(weights)
     instruction = instruction_of(a, weights[0], k, target.capability)
+    if on_load:
+        found = on_load_blocking(rows, columns, k, (a, weights[0]), instruction, target.capability)
+        return dataclasses.replace(found, block_n=max(found.block_n, target.format.group[1] or 1))
     return chain_blocking(rows, columns, k, a, weights[0], instruction, target.format, chain, target.capability)
 
 

@@ -244,8 +244,8 @@ def on_load_source(x: OnLoad, product: ProductText, constants: Mapping[str, Any]
             *x.unit(),
             "    columns = first + tl.arange(0, BLOCK_N)",
             *x.sums(0, product, constants),
-            f"    write_product(y0, {product.bias or None}, {'RESIDUAL' if residual else None}, {{{{output()}}}}, rows,",
-            "        columns, M, WIDTH)\n",
+            f"    write_product(y0, {product.bias or None}, {'RESIDUAL' if residual else None}, {{{{output()}}}},",
+            "        rows, columns, M, WIDTH)\n",
         ]
     )
 

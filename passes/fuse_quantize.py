@@ -20,7 +20,6 @@ import operator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from olq_fx import torch_private
@@ -28,10 +27,10 @@ from olq_fx.formats import get_format
 from olq_fx.kernels import support
 from olq_fx.kernels.fused_quantize import Product, fused_quantize, remember
 from olq_fx.kernels.on_load import fused_maxima, maxima_of
-from olq_fx.passes.base import PassResult, Reject
+from olq_fx.passes.base import Note, PassResult, Reject
 from olq_fx.passes.body_stages import cut, name_of
 from olq_fx.passes.fxtools import caller, tensor_of
-from olq_fx.passes.on_load import read_on_load, readers_of, result, zeroed
+from olq_fx.passes.on_load import read_on_load, readers_on_load, result, zeroed
 from olq_fx.passes.region_bodies import CannotSay, RegionBody
 from olq_fx.passes.row_regions import DTYPES, VIEWS, Piece, Region, find, piece_of
 
@@ -57,19 +56,24 @@ class FuseQuantize:
     def __call__(self, gm: GraphModule) -> PassResult:
         """Fuse what can be fused."""
         fused = 0
-        rejects = []
+        rejects: list[Reject] = []
+        notes: list[Note] = []
         for node in [each for each in gm.graph.nodes if each.target is _QUANTIZE]:
             x = tensor_of(node.args[0])
             if x is None or x.device.type not in self.devices or x.dtype not in DTYPES:
                 continue
             lacks = _lacks(x.device)
-            done, reason = (False, f"no kernel fuses its quantization: {lacks}") if lacks else _fuse(node)
-            fused += done
-            if reason:
-                rejects.append(Reject(caller(node) or node.name, reason))
+            where = caller(node) or node.name
+            if lacks:
+                rejects.append(Reject(where, f"no kernel fuses its quantization: {lacks}"))
+                continue
+            outcome = _fuse(node)
+            fused += outcome.fused
+            rejects += [Reject(where, outcome.reason)] if outcome.reason else []
+            notes += [Note(where, outcome.note)] if outcome.note else []
         if fused:
             torch_private.drop_dead_code(gm)
-        return PassResult(fused, tuple(rejects))
+        return PassResult(fused, tuple(rejects), tuple(notes))
 
 
 def _lacks(device: torch.device) -> str:
@@ -80,8 +84,22 @@ def _lacks(device: torch.device) -> str:
     return support.why_not(10 * major + minor)
 
 
-def _fuse(quantize: Node) -> tuple[bool, str]:
-    """Whether one quantization was fused with what is before it, and why it was not, or not with all of it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of one quantization.
+
+    Attributes:
+        fused: whether it was fused with what is before it.
+        reason: why it was not, or not with all of it.
+        note: how, where there was a choice.
+    """
+
+    fused: bool
+    reason: str = ""
+    note: str = ""
+
+
+def _fuse(quantize: Node) -> _Outcome:
     root, format = quantize.args[0], str(quantize.args[1])
     assert isinstance(root, Node)
     region = find(root)
@@ -89,20 +107,20 @@ def _fuse(quantize: Node) -> tuple[bool, str]:
     pieces, apart = _pieces(region, found, quantize)
     maxima = _wider_than_a_tile(format) if pieces else ""
     readers: list[Node] = []
+    told = ""
     if maxima:
-        readers, apart = _on_load(quantize, pieces)
-        apart = f"{maxima}, and {apart}" if apart else ""
-        pieces = pieces if readers else []
+        readers, told = readers_on_load(quantize, pieces)
+        pieces, apart = (pieces, "") if readers else ([], f"{maxima}, and {told}")
     reason = f"the product before its quantization is a kernel of its own: {apart}" if apart else ""
     if not (pieces or region.reductions or _takes_several_kernels(format)):
-        return False, reason
+        return _Outcome(False, reason)
     try:
         if not pieces:
             _check_rows(region, format)
         _rewrite(quantize, RegionBody(region, pieces, quantize), readers)
     except CannotSay as refusal:
-        return False, f"its quantization is a kernel of its own: {refusal}"
-    return True, reason
+        return _Outcome(False, f"its quantization is a kernel of its own: {refusal}")
+    return _Outcome(True, reason, f"quantized by what reads it: {told}" if readers else "")
 
 
 def _wider_than_a_tile(format: str) -> str:
@@ -111,13 +129,6 @@ def _wider_than_a_tile(format: str) -> str:
     if group.group[0] == 1 and group.group[1] is not None and group.coarse is None:
         return ""
     return f"{format} has a statistic of more than a piece of a row, which no tile of a product holds"
-
-
-def _on_load(quantize: Node, pieces: list[Piece]) -> tuple[list[Node], str]:
-    """The products that quantize on load what they read; none and the reason where that is not to be."""
-    if maxima_of(get_format(str(quantize.args[1]))) is None:
-        return [], "a maximum of the whole tensor is taken by a kernel of its own"
-    return readers_of(quantize)
 
 
 def _takes_several_kernels(format: str) -> bool:
@@ -208,7 +219,8 @@ def _rewrite(quantize: Node, body: RegionBody, readers: list[Node]) -> None:
     """
     made = body.graph_module()
     graph = quantize.graph
-    [whole, *kept] = made.graph.output_node().args[0]  # type: ignore[misc, union-attr]
+    results: Any = made.graph.output_node().args[0]
+    whole, *kept = (each.meta["val"] for each in results)
     with graph.inserting_before(quantize):
         products = [_plain(piece) for piece in body.pieces]
         args: tuple[Any, ...] = (remember(name_of(made), cut(made)), products, body.tensors(graph))
@@ -216,17 +228,15 @@ def _rewrite(quantize: Node, body: RegionBody, readers: list[Node]) -> None:
         if readers:
             maxima = maxima_of(get_format(str(quantize.args[1])))
             assert maxima is not None
-            value = whole.meta["val"]
-            shape = value.shape[0], maxima.parts(value.shape[1])
-            parts = [value, value.new_empty(shape, dtype=torch.int32)]
+            shape = whole.shape[0], maxima.parts(whole.shape[1])
+            parts = [whole, whole.new_empty(shape, dtype=torch.int32)]
             zeros = zeroed(body.pieces[0].product, shape)
             fused = graph.call_function(fused_maxima, (*args, maxima.wide, maxima.finite, zeros))
         else:
             fused = graph.call_function(fused_quantize, (*args, *quantize.args[1:3]))
-        values = [matrix.meta["val"] for matrix in kept]
-        fused.meta = {**quantize.meta, "val": [*parts, *values]}
+        fused.meta = {**quantize.meta, "val": [*parts, *kept]}
         for i, node in enumerate(body.kept):
-            _hand_over(node, result(fused, len(parts) + i, values[i]), body.region, quantize)
+            _hand_over(node, result(fused, len(parts) + i, kept[i]), body.region, quantize)
         if readers:
             given = [result(fused, i, part) for i, part in enumerate(parts)]
             read_on_load(readers, given[0], given[1], str(quantize.args[2]))

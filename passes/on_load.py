@@ -16,15 +16,55 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from olq_fx import torch_private
+from olq_fx.formats import get_format
 from olq_fx.kernels.fused_quantize import fused_quantize
-from olq_fx.kernels.on_load import LINEAR_ON_LOAD
+from olq_fx.kernels.on_load import LINEAR_ON_LOAD, fused_maxima, maxima_of
+from olq_fx.kernels.on_load_cost import Handover
 from olq_fx.passes.fxtools import tensor_of
-from olq_fx.passes.row_regions import PRODUCT
+from olq_fx.passes.row_regions import PRODUCT, Piece
 
 _OURS = ("", "triton")
 
 
-def readers_of(quantize: Node) -> tuple[list[Node], str]:
+def readers_on_load(quantize: Node, pieces: Sequence[Piece]) -> tuple[list[Node], str]:
+    """The products that shall quantize on load what these pieces become, and why.
+
+    None, and why not, where a kernel of its own quantizes cheaper, or must.
+    """
+    format, value = get_format(str(quantize.args[1])), tensor_of(quantize.args[0])
+    assert value is not None
+    if maxima_of(format) is None:
+        return [], "the maximum of the whole tensor is taken by a kernel of its own"
+    readers, reason = _readers_of(quantize)
+    if reason:
+        return [], reason
+    rows, columns = map(torch_private.known_extent, value.shape)
+    hint = torch_private.hint_of(rows)
+    if hint is None:
+        return [], "how many rows it has depends on data"
+    handover = Handover(
+        format=format,
+        products=len({piece.product for piece in pieces}),
+        pieces=len(pieces),
+        columns=tuple(_columns_of(reader) for reader in readers),
+        k=int(columns),
+        size=value.dtype.itemsize,
+        zeroed=_maker_of(pieces[0].product.args[0]) is not None,
+    )
+    found = handover.decide(hint, _capability_of(value.device), fixed=isinstance(rows, int))
+    return readers if found.on_load else [], str(found)
+
+
+def _capability_of(device: torch.device) -> int:
+    """Of a GPU; of what is none that of a GPU that is common."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _readers_of(quantize: Node) -> tuple[list[Node], str]:
     """The products that read a quantization, in their order; none and the reason where it has other readers too."""
     parts = [user for user in quantize.users if user.target is operator.getitem]
     if len(parts) < len(quantize.users):
@@ -34,7 +74,7 @@ def readers_of(quantize: Node) -> tuple[list[Node], str]:
         for user in part.users:
             if not _reads_all(user, quantize):
                 return [], f"{user.name} reads its parts and is no product of them"
-            if user.args[8:] and user.args[8] not in _OURS or user.kwargs.get("kernel", "") not in _OURS:
+            if torch_private.arguments_of(user)["kernel"] not in _OURS:
                 return [], f"another kernel must run {user.name}, which reads its parts"
             found[user] = None
     return sorted(found), "" if found else "nothing reads its parts"
@@ -50,13 +90,11 @@ def _reads_all(user: Node, quantize: Node) -> bool:
     return all(of_it) and not any(isinstance(each, Node) and each in x for each in others)
 
 
-def shape_of(product: Node) -> tuple[int, int]:
-    """(N, K) of a product."""
-    weight: Any = product.args[2]
-    value = tensor_of(weight[0])
+def _columns_of(product: Node) -> int:
+    """N of a product."""
+    value = tensor_of(product)
     assert value is not None
-    k: Any = product.args[4]
-    return int(value.shape[0]), int(k)
+    return int(value.shape[1])
 
 
 def read_on_load(readers: Sequence[Node], values: Node, maxima: Node, rule: str) -> None:
@@ -72,16 +110,27 @@ def read_on_load(readers: Sequence[Node], values: Node, maxima: Node, rule: str)
 
 def zeroed(product: Node, shape: tuple[Any, int]) -> list[Node]:
     """An int32 of this shape that the kernel sets to 0 which makes the activations of a product; none if none can."""
-    x: Any = product.args[0]
-    maker = x[0].args[0] if x[0].target is operator.getitem else None
-    if maker is None or maker.target is not fused_quantize or maker.args[1]:
+    maker = _maker_of(product.args[0])
+    if maker is None:
         return []
-    *others, zeros = (*maker.args, ()) if len(maker.args) == 5 else maker.args
-    maker.args = (*others, (*zeros, shape[1]))
-    value = x[0].meta["val"].new_empty(shape, dtype=torch.int32)
+    # What is set to zero is the sixth argument.
+    already: Any = maker.args[5] if len(maker.args) > 5 else ()
+    maker.args = (*maker.args[:5], (*already, shape[1]))
+    value = maker.meta["val"][0].new_empty(shape, dtype=torch.int32)
     maker.meta["val"] = [*maker.meta["val"], value]
     with maker.graph.inserting_after(maker):
         return [result(maker, len(maker.meta["val"]) - 1, value)]
+
+
+def _maker_of(x: Any) -> Node | None:
+    """The kernel of rows that makes the activations of a product, or those of the product that these are made of."""
+    maker = x[0].args[0] if x[0].target is operator.getitem else None
+    if not isinstance(maker, Node) or maker.target not in (fused_quantize, fused_maxima):
+        return None
+    products: Any = maker.args[1]
+    if products:
+        return _maker_of(products[0][0])
+    return maker
 
 
 def result(fused: Node, number: int, value: Tensor) -> Node:
