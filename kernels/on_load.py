@@ -21,7 +21,6 @@ from torch import Tensor
 
 from olq_fx import torch_private
 from olq_fx.formats import Format, get_format
-from olq_fx.kernels import reference
 from olq_fx.kernels.fused_quantize import Plain, Product, body_of
 
 
@@ -127,8 +126,12 @@ def linear_on_load(
         residual: (M, N) or None, added after the rounding.
         rule: a scale rule of the activation format.
     """
-    parts = reference.quantize(x[0], activation_format, rule)
-    return reference.quantized_linear(parts, activation_format, weight, weight_format, k, dtype, bias, residual)
+    ops = torch.ops.olq_fx
+    parts = ops.quantize.default(x[0], activation_format, rule)
+    found: Tensor = ops.quantized_linear.default(
+        parts, activation_format, weight, weight_format, k, dtype, bias, residual
+    )
+    return found
 
 
 def _linear_shape(x: Sequence[Tensor], activation_format: str, weight: Sequence[Tensor], *rest: Any) -> Tensor:
