@@ -7,6 +7,9 @@ import torch
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 170}
 """Of the largest GPU of each compute capability; of others that of the common one."""
 
+TENSOR_MEMORY = (100, 103)
+"""Compute capabilities whose matrix instructions accumulate in a memory of their own."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocking:

@@ -1,10 +1,12 @@
 """`fused_quantize`: what the passes make of a quantization and all that leads up to it, as one call.
 
-    fused_quantize(body, products, tensors, format, rule) -> [*parts, *kept]
+    fused_quantize(body, products, tensors, format, rule, zeros=()) -> [*parts, *kept, *zeroed]
 
 `body` names a function (`remember`): of the results of `products`, (M, N) each, and of `tensors`, to the (M, K) that is
-quantized to `format` by `rule`, and after it what others read too (`kept`), each (M, K). A compiler for GPUs makes one
-kernel of it (`template_lowering`); what is defined here says what that computes.
+quantized to `format` by `rule`, and after it what others read too (`kept`), each (M, K). Of `zeros` each is a number of
+columns of an int32 tensor (M, columns) that the kernel sets to 0 beside its work, for a later kernel to raise (without
+products only). A compiler for GPUs makes one kernel of it (`template_lowering`); what is defined here says what that
+computes.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from olq_fx import numerics, torch_private
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference
 
-Plain = tuple[Sequence[Tensor], str, Sequence[Tensor], str, int, torch.dtype, Tensor | None, int, int]
+Plain = tuple[Sequence[Tensor], str, Sequence[Tensor], str, int, torch.dtype, Tensor | None, int, int, str]
 """A `Product` as the arguments of a graph's node can hold it."""
 
 
@@ -28,7 +30,7 @@ class Product:
     """Some columns of a quantized linear layer.
 
     Attributes:
-        x: the parts of its input (M, K), or a list of one tensor.
+        x: the parts of its input (M, K), or a list of one tensor; with a rule values and maxima, see `on_load`.
         activation_format: of them, "" for one in original precision.
         weight: the parts of the weight (N, K).
         weight_format: of them.
@@ -36,6 +38,7 @@ class Product:
         dtype: of the result.
         bias: (N,) or None.
         first, columns: which of its columns are wanted.
+        rule: of scales, where values are quantized as they are loaded; else "".
     """
 
     x: Any
@@ -47,6 +50,7 @@ class Product:
     bias: Any
     first: int
     columns: int
+    rule: str = ""
 
     @property
     def plain(self) -> Plain:
@@ -58,9 +62,11 @@ class Product:
     @property
     def computed(self) -> Tensor:
         """(M, columns), of tensors."""
-        whole = torch.ops.olq_fx.quantized_linear.default(
-            *(self.x, self.activation_format, self.weight, self.weight_format, self.k, self.dtype, self.bias, None)
-        )
+        args = (self.x, self.activation_format, self.weight, self.weight_format, self.k, self.dtype, self.bias, None)
+        if self.rule:
+            whole = torch.ops.olq_fx.linear_on_load.default(*args, self.rule)
+        else:
+            whole = torch.ops.olq_fx.quantized_linear.default(*args)
         # The operator itself: Python's brackets ask for the device, which need not be there while code is made for it.
         found: Tensor = torch.ops.aten.slice.Tensor(whole, 1, self.first, self.first + self.columns)
         return found
@@ -94,6 +100,7 @@ class Body:
         columns: of the matrix.
         kept: dtypes of what is kept.
         tall: the number of a tensor that has all rows; -1 where products have them.
+        dtype: of the matrix.
     """
 
     function: Callable[..., Any]
@@ -102,6 +109,7 @@ class Body:
     columns: int
     kept: tuple[torch.dtype, ...]
     tall: int
+    dtype: torch.dtype
 
 
 _BODIES: dict[str, Body] = {}
@@ -126,22 +134,51 @@ class FusedQuantize(torch_private.HigherOrderOperator):
         """Register it."""
         super().__init__("olq_fx_fused_quantize", cacheable=True)  # type: ignore[no-untyped-call]
 
-    def __call__(self, body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
-        """The parts, and what is kept."""
-        return super().__call__(body, products, tensors, format, rule)  # type: ignore[no-untyped-call]
+    def __call__(
+        self,
+        body: str,
+        products: Sequence[Plain],
+        tensors: Sequence[Tensor],
+        format: str,
+        rule: str,
+        zeros: Sequence[int] = (),
+    ) -> Any:
+        """The parts, what is kept, and zeros."""
+        return super().__call__(body, products, tensors, format, rule, zeros)  # type: ignore[no-untyped-call]
 
 
-def _computed(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
-    values = [Product(*each).computed for each in products]
-    whole, *kept = body_of(body).function(*values, *tensors)
-    return [*reference.quantize(whole, format, rule), *kept]
+def _computed(
+    body: str,
+    products: Sequence[Plain],
+    tensors: Sequence[Tensor],
+    format: str,
+    rule: str,
+    zeros: Sequence[int] = (),
+) -> Any:
+    whole, *kept = _values(body, products, tensors)
+    return [*reference.quantize(whole, format, rule), *kept, *_zeroed(whole, zeros)]
 
 
-def _shapes(body: str, products: Sequence[Plain], tensors: Sequence[Tensor], format: str, rule: str) -> Any:
-    values = [Product(*each).computed for each in products]
-    whole, *kept = body_of(body).function(*values, *tensors)
+def _values(body: str, products: Sequence[Plain], tensors: Sequence[Tensor]) -> Any:
+    return body_of(body).function(*(Product(*each).computed for each in products), *tensors)
+
+
+def _zeroed(like: Tensor, zeros: Sequence[int]) -> list[Tensor]:
+    return [like.new_zeros((like.shape[0], columns), dtype=torch.int32) for columns in zeros]
+
+
+def _shapes(
+    body: str,
+    products: Sequence[Plain],
+    tensors: Sequence[Tensor],
+    format: str,
+    rule: str,
+    zeros: Sequence[int] = (),
+) -> Any:
+    whole, *kept = _values(body, products, tensors)
     specs = numerics.part_specs(get_format(format), *whole.shape)
-    return [*(whole.new_empty(spec.shape, dtype=spec.dtype) for spec in specs), *kept]
+    parts = [whole.new_empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    return [*parts, *kept, *_zeroed(whole, zeros)]
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,6 +197,7 @@ torch_private.implement_higher_order(fused_quantize, _computed, _shapes)
 def prepare() -> None:
     """Tell Inductor how the operator is lowered, where Triton is there to compile it."""
     if importlib.util.find_spec("triton") is not None:
-        from olq_fx.kernels import template_lowering
+        from olq_fx.kernels import on_load_lowering, template_lowering
 
         template_lowering.register()
+        on_load_lowering.register()

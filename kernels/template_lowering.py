@@ -6,7 +6,7 @@ groups that lie in the tile. Else a program owns rows: it takes the body's reduc
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,16 +14,28 @@ from olq_fx import numerics, torch_templates
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.fused_quantize import Body, Plain, Product, body_of, fused_quantize
+from olq_fx.kernels.on_load import maxima_of
+from olq_fx.kernels.on_load_cost import on_load_tile
 from olq_fx.kernels.template_sources import (
     PRODUCT_IMPORTS,
     ROW_IMPORTS,
+    OnLoad,
     ProductText,
     Side,
+    Sink,
+    codes_sink,
     product_source,
     row_source,
 )
 from olq_fx.kernels.triton_linear_chain import Chain, chain_blocking
-from olq_fx.kernels.triton_product import Operand, constants_of, instruction_of, operand_of
+from olq_fx.kernels.triton_product import (
+    Instruction,
+    Operand,
+    constants_of,
+    instruction_of,
+    operand_of,
+    tile_blocking_of,
+)
 from olq_fx.kernels.triton_quantize import by_row, coarse_columns
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -33,7 +45,7 @@ _WARP_ELEMENTS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Target:
+class Target:
     """What is written.
 
     Attributes:
@@ -60,27 +72,37 @@ class _Target:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of the format, as the sources want them; GROUP_K is 1 where a group is a row."""
-        columns = self.format.group[1]
-        return {
-            "ELEMENT": self.format.element,
-            "SCALE": self.format.scale,
-            "RULE": self.rule,
-            "GROUP_K": columns or 1,
-            "LOG": (columns or 1).bit_length() - 1,
-            "COARSE": coarse_columns(self.format),
-            "NATIVE": self.capability >= _FLOAT8,
-            "BY_ROW": by_row(self.format),
-            "HAS_COARSE": self.format.coarse is not None,
-        }
+        """Of the format, as the sources want them."""
+        return format_constants(self.format, self.rule, self.capability)
 
-    def launched(self, kernel: "_Kernel", tiles: Sequence[Blocking], inputs: Sequence[Any]) -> list[Any]:
-        """The results of a kernel that reads `inputs` besides the body's tensors, in the best of these tiles."""
-        rows, columns = self.shape
-        codes, *scales = numerics.part_specs(self.format, 1, columns)
-        outputs = [torch_templates.new_buffer((rows, spec.shape[1]), spec.dtype, self.device) for spec in scales] + [
-            torch_templates.new_buffer(self.shape, dtype, self.device) for dtype in self.body.kept
-        ]
+    kernel: ClassVar[str] = "olq_fx_linear_quantize"
+
+    @property
+    def sink(self) -> Sink:
+        """Of a kernel with products."""
+        return codes_sink(self.constants)
+
+    @property
+    def like(self) -> Any:
+        """The layout of codes."""
+        codes, *_ = numerics.part_specs(self.format, 1, self.shape[1])
+        return torch_templates.layout((self.shape[0], codes.shape[1]), codes.dtype, self.device)
+
+    def beside(self) -> list[Any]:
+        """Memory for the scales."""
+        _, *scales = numerics.part_specs(self.format, 1, self.shape[1])
+        return [torch_templates.new_buffer((self.shape[0], each.shape[1]), each.dtype, self.device) for each in scales]
+
+    def launched(
+        self, kernel: "Kernel", tiles: Sequence[Blocking], inputs: Sequence[Any], more: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The results of a kernel that reads `inputs` besides the body's tensors, in the best of these tiles.
+
+        It writes `more` buffers, the last of its results.
+        """
+        outputs = self.beside()
+        outputs += [torch_templates.new_buffer(self.shape, dtype, self.device) for dtype in self.body.kept]
+        outputs += more
         template = torch_templates.make_template(kernel.name, kernel.source, kernel.grid, kernel.imports)
         choices = [
             torch_templates.Choice(
@@ -91,19 +113,20 @@ class _Target:
             )
             for tile in tiles
         ]
-        like = torch_templates.layout((rows, codes.shape[1]), codes.dtype, self.device)
         scalars = [
             torch_templates.scalar(each, torch.float32 if each[0] in "yr" else torch.int64, self.device)
             for each in self.body.inputs
             if each[0] != "t"
         ]
         bodies = [torch_templates.scalar_body(stage.graph, [*scalars, *self.tensors]) for stage in self.body.stages]
-        made = torch_templates.launch(kernel.name, choices, inputs, outputs, like, self.shape, bodies, self.tensors)
+        made = torch_templates.launch(
+            kernel.name, choices, inputs, outputs, self.like, self.shape, bodies, self.tensors
+        )
         return [made, *outputs]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Kernel:
+class Kernel:
     """A template: its text, what stands before it, and the grid for (M, K)."""
 
     name: str
@@ -119,50 +142,100 @@ def register() -> None:
     torch_templates.register_rounding(torch.ops.olq_fx.rounded.default)
 
 
-def lower(body: str, products: Sequence[Plain], tensors: Sequence[Any], format: str, rule: str) -> list[Any]:
-    """The parts and what is kept, as buffers of Inductor."""
+def format_constants(format: Format, rule: str, capability: int) -> dict[str, Any]:
+    """Of a format, as the sources want them; GROUP_K is 1 where a group is a row."""
+    columns = format.group[1]
+    return {
+        "ELEMENT": format.element,
+        "SCALE": format.scale,
+        "RULE": rule,
+        "GROUP_K": columns or 1,
+        "LOG": (columns or 1).bit_length() - 1,
+        "COARSE": coarse_columns(format),
+        "NATIVE": capability >= _FLOAT8,
+        "BY_ROW": by_row(format),
+        "HAS_COARSE": format.coarse is not None,
+    }
+
+
+def lower(
+    body: str,
+    products: Sequence[Plain],
+    tensors: Sequence[Any],
+    format: str,
+    rule: str,
+    zeros: Sequence[int] = (),
+) -> list[Any]:
+    """The parts, what is kept and zeros, as buffers of Inductor."""
     known, found = body_of(body), [Product(*each) for each in products]
     realized = [torch_templates.realized(tensor) for tensor in tensors]
     tall = found[0].x[0] if found else realized[known.tall]
     shape = tall.get_size()[0], known.columns
-    target = _Target(known, realized, get_format(format), rule, shape, tall.get_device())
-    return _with_products(target, found) if found else _with_rows(target)
+    target = Target(known, realized, get_format(format), rule, shape, tall.get_device())
+    return with_products(target, found) if found else _with_rows(target, zeros)
 
 
-def _inputs(target: _Target) -> list[str]:
+def _inputs(target: Target) -> list[str]:
     return [name for name in target.body.inputs if name[0] != "t"]
 
 
 # Products
 
 
-def _tile_grid(rows: int, columns: int, meta: Any, *, cdiv: Callable[[int, int], int]) -> tuple[int, int, int]:
+def tile_grid(rows: int, columns: int, meta: Any, *, cdiv: Callable[[int, int], int]) -> tuple[int, int, int]:
+    """One program a tile."""
     return cdiv(rows, meta["BLOCK_M"]) * cdiv(columns, meta["BLOCK_N"]), 1, 1
 
 
-def _with_products(target: _Target, products: Sequence[Product]) -> list[Any]:
+def with_products(target: Target, products: Sequence[Product]) -> list[Any]:
+    """What a kernel makes that multiplies, and applies the target's body."""
     shared, width = products[0], target.shape[1]
-    a = _operand(shared.x, shared.activation_format)
-    weights = [_operand(each.weight, each.weight_format) for each in products]
+    a, side, inputs = left_operand(shared, target.capability)
+    weights = [operand_like(each.weight, each.weight_format) for each in products]
     instruction = instruction_of(a, weights[0], shared.k, target.capability)
-    blocking = _blocking(target, a, weights, shared.k)
+    blocking = _blocking(target, a, weights, shared.k, bool(shared.rule))
     constants = {
         **constants_of(a, weights[0], instruction, blocking, shared.k),
-        **target.constants,
         "K": shared.k,
         "DTYPE": _NAMES[shared.dtype],
     }
-    side, inputs = _side("A", a), _buffers(shared.x, shared.activation_format)
     texts = []
     for i, (each, operand) in enumerate(zip(products, weights, strict=True)):
-        bias = "" if each.bias is None else f"BIAS{i}"
-        uniform = operand.outer == "k" and operand.group % blocking.block_n == 0 and each.first % operand.group == 0
-        texts.append(ProductText(_side(f"B{i}", operand), bias, each.first, operand.codes.shape[0], uniform))
-        inputs += _buffers(each.weight, each.weight_format)
-        inputs += [torch_templates.contiguous(each.bias)] if bias else []
-    source = product_source(side, texts, constants, _inputs(target), len(target.body.kept), width)
-    kernel = _Kernel("olq_fx_linear_quantize", source, PRODUCT_IMPORTS, _tile_grid)
+        texts.append(product_text(i, each, operand, blocking))
+        inputs += buffers_of(each.weight, each.weight_format)
+        inputs += [] if each.bias is None else [torch_templates.contiguous(each.bias)]
+    source = product_source(side, texts, constants, _inputs(target), len(target.body.kept), width, target.sink)
+    kernel = Kernel(target.kernel, source, PRODUCT_IMPORTS, tile_grid)
     return target.launched(kernel, _tiles(blocking), inputs)
+
+
+def left_operand(product: Product, capability: int) -> tuple[Operand, Side | OnLoad, list[Any]]:
+    """The activations of a product: as a kernel sees them, in its text, and in memory."""
+    if not product.rule:
+        found = operand_like(product.x, product.activation_format)
+        return found, _side("A", found), buffers_of(product.x, product.activation_format)
+    format, rows = get_format(product.activation_format), torch_templates.hint(product.x[0].get_size()[0])
+    specs = numerics.part_specs(format, rows, product.k)
+    found = operand_of([torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs], format.name)
+    maxima = maxima_of(format)
+    assert maxima is not None
+    side = OnLoad(format_constants(format, product.rule, capability), maxima.parts(product.k))
+    return found, side, [torch_templates.contiguous(each) for each in product.x]
+
+
+def product_text(number: int, product: Product, weight: Operand, blocking: Blocking) -> ProductText:
+    """A product in a source."""
+    bias = "" if product.bias is None else f"BIAS{number}"
+    uniform = weight.outer == "k" and weight.group % blocking.block_n == 0 and product.first % weight.group == 0
+    return ProductText(_side(f"B{number}", weight), bias, product.first, weight.codes.shape[0], uniform)
+
+
+def on_load_blocking(
+    m: int, n: int, k: int, operands: tuple[Operand, Operand], instruction: Instruction, capability: int
+) -> Blocking:
+    """An analytic choice for (m, n) of operands of which the first is quantized on load."""
+    block_k = tile_blocking_of(m, n, k, *operands, instruction, capability).block_k
+    return on_load_tile(m, n, instruction.dot, capability, block_k)
 
 
 def _tiles(first: Blocking) -> list[Blocking]:
@@ -178,15 +251,18 @@ def _tiles(first: Blocking) -> list[Blocking]:
     return [first, *(each for each in others if each != first)]
 
 
-def _blocking(target: _Target, a: Operand, weights: Sequence[Operand], k: int) -> Blocking:
+def _blocking(target: Target, a: Operand, weights: Sequence[Operand], k: int, on_load: bool) -> Blocking:
     rows, width = torch_templates.hint(target.shape[0]), target.shape[1]
     chain = Chain("silu", "paired") if len(weights) > 1 else Chain()
     columns = width * len(weights)
     instruction = instruction_of(a, weights[0], k, target.capability)
+    if on_load:
+        found = on_load_blocking(rows, columns, k, (a, weights[0]), instruction, target.capability)
+        return dataclasses.replace(found, block_n=max(found.block_n, target.format.group[1] or 1))
     return chain_blocking(rows, columns, k, a, weights[0], instruction, target.format, chain, target.capability)
 
 
-def _operand(parts: Sequence[Any], format: str) -> Operand:
+def operand_like(parts: Sequence[Any], format: str) -> Operand:
     """The operand that a kernel sees, of tensors without values."""
     shapes = [
         torch.empty([torch_templates.hint(extent) for extent in part.get_size()], dtype=part.get_dtype(), device="meta")
@@ -199,7 +275,7 @@ def _side(name: str, operand: Operand) -> Side:
     return Side(name, operand.inner_scale is not None, operand.outer_scale is not None, operand.constants)
 
 
-def _buffers(parts: Sequence[Any], format: str) -> list[Any]:
+def buffers_of(parts: Sequence[Any], format: str) -> list[Any]:
     """The parts in the order of `Side.arguments`: codes and coarse scales row by row, others by their strides."""
     if not format:
         return [torch_templates.contiguous(parts[0])]
@@ -218,14 +294,21 @@ def _row_grid(rows: int, columns: int, meta: Any, *, cdiv: Callable[[int, int], 
     return cdiv(rows, meta["BLOCK_M"]), 1, 1
 
 
-def _with_rows(target: _Target) -> list[Any]:
+def _with_rows(target: Target, zeros: Sequence[int]) -> list[Any]:
     width = target.shape[1]
     # Groups of the widest kind lie within a tile.
     log = (max(128, width, coarse_columns(target.format)) - 1).bit_length()
     stages = [(stage.reduction, _NAMES[stage.dtype]) for stage in target.body.stages if stage.reduction]
     constants = {**target.constants, "LOG_ROW": log}
-    source = row_source(stages, constants, _inputs(target), len(target.body.kept), width)
+    source = row_source(stages, constants, _inputs(target), len(target.body.kept), width, zeros)
     block_m = max(1, _ROW_ELEMENTS >> log)
     warps = min(32, max(1, (block_m << log) // _WARP_ELEMENTS))
-    kernel = _Kernel("olq_fx_rows_quantize", source, ROW_IMPORTS, _row_grid)
-    return target.launched(kernel, [Blocking(block_m, 1 << log, 1, num_warps=warps, num_stages=1)], [])
+    kernel = Kernel("olq_fx_rows_quantize", source, ROW_IMPORTS, _row_grid)
+    tiles = [Blocking(block_m, 1 << log, 1, num_warps=warps, num_stages=1)]
+    rows = target.shape[0]
+    return target.launched(
+        kernel,
+        tiles,
+        [],
+        [torch_templates.new_buffer((rows, columns), torch.int32, target.device) for columns in zeros],
+    )

@@ -9,9 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PRODUCT_IMPORTS = (
+    "from olq_fx.kernels.device_maxima import raise_maxima, row_units, sum_on_load, with_units\n"
     "from olq_fx.kernels.device_producers import rounded_to\n"
     "from olq_fx.kernels.triton_encode import write_tile\n"
     "from olq_fx.kernels.triton_matmul import sum_over, tile_at, with_constants"
+)
+
+ON_LOAD_IMPORTS = (
+    "from olq_fx.kernels.device_maxima import row_units, sum_on_load, with_units, write_product\n"
+    "from olq_fx.kernels.triton_matmul import tile_at"
 )
 
 ROW_IMPORTS = (
@@ -67,6 +73,55 @@ class Side:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class OnLoad:
+    """Values in a source that a product quantizes as it loads them, by maxima that lie beside them.
+
+    Attributes:
+        constants: of the format, as `format_constants` lists them.
+        parts: maxima of a row.
+    """
+
+    constants: Mapping[str, Any]
+    parts: int
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of the kernel."""
+        return "A", "A_MAXIMA"
+
+    def unit(self) -> list[str]:
+        """`unit`: the scale of each row."""
+        written = _literals([self.constants[name] for name in ("ELEMENT", "SCALE", "RULE")])
+        return [f"    unit = row_units(A_MAXIMA, rows, 0, M, {self.parts}, {written})"]
+
+    def sums(self, i: int, each: "ProductText", constants: Mapping[str, Any]) -> list[str]:
+        """`y{i}`, the product with its scales in float32, of `rows` and `columns`."""
+        weight, n, k = each.weight, each.rows, constants["K"]
+        shared = _literals([constants[name] for name in ("DOT", "PROMOTE", "EVEN_K")])
+        coarse, outer, group = self.constants["COARSE"], weight.constants[3], weight.constants[4]
+        return [
+            f"    acc = sum_on_load(A, A_MAXIMA, unit, {weight.pointers}, rows, columns, M, {n}, {k},",
+            f"        {', '.join([_stride('A', 0), *weight.strides])}, {self.parts}, {_format(self.constants, '')},",
+            f"        {_literals(weight.constants)}, {shared}, {each.uniform}, BLOCK_K)",
+            f"    y{i} = with_units(acc, unit, {weight.outer_pointer}, columns, {n}, {weight.strides[3]}, {coarse},",
+            f"        {outer!r}, {group})",
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sink:
+    """What a source does with the values v0 of a tile.
+
+    Attributes:
+        outputs: buffers that it writes, beside the one that the template makes.
+        lines: how.
+    """
+
+    outputs: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ProductText:
     """One product of a source.
 
@@ -98,23 +153,40 @@ def _literals(values: Sequence[Any]) -> str:
 
 
 def product_source(
-    x: Side, products: Sequence[ProductText], constants: Mapping[str, Any], inputs: Sequence[str], kept: int, width: int
+    x: Side | OnLoad,
+    products: Sequence[ProductText],
+    constants: Mapping[str, Any],
+    inputs: Sequence[str],
+    kept: int,
+    width: int,
+    sink: Sink,
 ) -> str:
-    """The kernel that multiplies, applies a body, and quantizes.
+    """The kernel that multiplies, applies a body, and hands its values to a sink.
 
     Args:
         x: the operand that all products share.
         products: which.
-        constants: those of `triton_product.constants_of`, with K, DTYPE and those of the format that is written.
+        constants: those of `triton_product.constants_of`, with K and DTYPE.
         inputs: what the body takes, but for tensors.
-        kept: how many values are written beside the quantized ones.
+        kept: how many values are written beside those of the sink.
         width: columns of the result.
+        sink: what is done with the values.
     """
     weights = [name for each in products for name in (*each.weight.arguments, *((each.bias,) if each.bias else ()))]
-    outputs = ["SCALE", *(f"KEPT{i}" for i in range(kept))]
-    names = ", ".join(f'"{name}"' for name in (*x.arguments, *weights, *outputs))
-    lines = [
-        f"{{{{def_kernel({names})}}}}",
+    outputs = [*sink.outputs, *(f"KEPT{i}" for i in range(kept))]
+    lines = _head([*x.arguments, *weights, *outputs], constants, width)
+    for i, each in enumerate(products):
+        lines += _product(i, x, each, constants)
+    lines += _places("first + tl.arange(0, BLOCK_N)")
+    lines += _modifications(0, inputs, kept + 1)
+    lines += _kept(range(1, kept + 1), "first + tl.arange(0, BLOCK_N)")
+    return "\n".join([*lines, *sink.lines]) + "\n"
+
+
+def _head(names: Sequence[str], constants: Mapping[str, Any], width: int) -> list[str]:
+    given = ", ".join(f'"{name}"' for name in names)
+    return [
+        f"{{{{def_kernel({given})}}}}",
         '    M = {{size("A", 0)}}',
         f"    WIDTH: tl.constexpr = {width}",
         f"    tile_m, tile_n = tile_at(tl.program_id(0), M, WIDTH, BLOCK_M, BLOCK_N, {constants['GROUP']})",
@@ -122,35 +194,86 @@ def product_source(
         "    first = tile_n * BLOCK_N",
         "    inside = first + tl.arange(0, BLOCK_N) < WIDTH",
     ]
-    for i, each in enumerate(products):
-        lines += _product(i, x, each, constants)
-    lines += _places("first + tl.arange(0, BLOCK_N)")
-    lines += _modifications(0, inputs, kept + 1)
-    lines += _kept(range(1, kept + 1), "first + tl.arange(0, BLOCK_N)")
-    lines += [
+
+
+def codes_sink(constants: Mapping[str, Any]) -> Sink:
+    """Codes and scales, of groups that lie in a tile.
+
+    Args:
+        constants: those of the format.
+    """
+    lines = (
         f"    write_tile(v0, {_bytes('{{output()}}')}, {_scale(constants)}, None, None, rows, first,",
         f"        {_stride('SCALE', 0)}, {_stride('SCALE', 1)}, M, WIDTH, {_format(constants, '1, ')})",
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return Sink(("SCALE",), lines)
 
 
-def _product(i: int, x: Side, each: ProductText, constants: Mapping[str, Any]) -> list[str]:
+def maxima_sink(wide: int, parts: int, finite: bool) -> Sink:
+    """The values themselves, and the maxima of groups that are wider than a tile, of which tiles share one.
+
+    Args:
+        wide: columns of a group, which BLOCK_N divides, or those of the row.
+        parts: groups of a row.
+        finite: whether NaN and Inf are left out.
+    """
+    lines = (
+        "    v0 = tl.where(inside[None, :], v0, 0.0)",
+        f"    raise_maxima(v0, MAXIMA, rows, first, M, {parts}, {wide}, {finite})",
+        "    at = rows.to(tl.int64)[:, None] * WIDTH + (first + tl.arange(0, BLOCK_N))[None, :]",
+        "    tl.store({{output()}} + at, v0.to({{output()}}.dtype.element_ty),",
+        "        mask=(rows[:, None] < M) & inside[None, :])",
+    )
+    return Sink(("MAXIMA",), lines)
+
+
+def on_load_source(x: OnLoad, product: ProductText, constants: Mapping[str, Any], residual: bool) -> str:
+    """The kernel that multiplies values which it quantizes as it loads them, and writes their product.
+
+    Args:
+        x: the values.
+        product: with all of its columns.
+        constants: those of `triton_product.constants_of`, with K.
+        residual: whether one is added.
+    """
+    bias = (product.bias,) if product.bias else ()
+    names = [*x.arguments, *product.weight.arguments, *bias, *(("RESIDUAL",) if residual else ())]
+    return "\n".join(
+        [
+            *_head(names, constants, product.rows),
+            *x.unit(),
+            "    columns = first + tl.arange(0, BLOCK_N)",
+            *x.sums(0, product, constants),
+            f"    write_product(y0, {product.bias or None}, {'RESIDUAL' if residual else None}, {{{{output()}}}},",
+            "        rows, columns, M, WIDTH)\n",
+        ]
+    )
+
+
+def _product(i: int, x: Side | OnLoad, each: ProductText, constants: Mapping[str, Any]) -> list[str]:
+    lines = [f"    columns = tl.where(inside, {each.first} + first + tl.arange(0, BLOCK_N), {each.rows})"]
+    if isinstance(x, OnLoad):
+        lines += [*(x.unit() if i == 0 else []), *x.sums(i, each, constants)]
+    else:
+        lines += _sums(i, x, each, constants)
+    if each.bias:
+        lines.append(
+            f"    y{i} += tl.load({each.bias} + columns, mask=columns < {each.rows}, other=0.0).to(tl.float32)[None, :]"
+        )
+    return [*lines, f"    y{i} = rounded_to(y{i}, {constants['DTYPE']!r})"]
+
+
+def _sums(i: int, x: Side, each: ProductText, constants: Mapping[str, Any]) -> list[str]:
     shared = [constants[name] for name in ("DOT", "PARTS", "PROMOTE", "EVEN_K")]
     k, n = constants["K"], each.rows
     side = f"{x.constants[3]!r}, {each.weight.constants[3]!r}, {x.constants[4]!r}, {each.weight.constants[4]!r}"
-    lines = [
-        f"    columns = tl.where(inside, {each.first} + first + tl.arange(0, BLOCK_N), {n})",
+    return [
         f"    acc = sum_over({x.pointers}, {each.weight.pointers}, rows, columns, 0, {k}, M, {n}, {k},",
         f"        {', '.join([*x.strides, *each.weight.strides])},",
         f"        {_literals([*x.constants, *each.weight.constants, *shared])}, {each.uniform}, False, BLOCK_K)",
         f"    y{i} = with_constants(acc, {x.outer_pointer}, {each.weight.outer_pointer}, rows, columns, M, {n},",
         f"        {x.strides[3]}, {each.weight.strides[3]}, {side}, False)",
     ]
-    if each.bias:
-        lines.append(
-            f"    y{i} += tl.load({each.bias} + columns, mask=columns < {n}, other=0.0).to(tl.float32)[None, :]"
-        )
-    return [*lines, f"    y{i} = rounded_to(y{i}, {constants['DTYPE']!r})"]
 
 
 def _places(columns: str) -> list[str]:
@@ -209,7 +332,12 @@ def _format(constants: Mapping[str, Any], group_m: str) -> str:
 
 
 def row_source(
-    stages: Sequence[tuple[str, str]], constants: Mapping[str, Any], inputs: Sequence[str], kept: int, width: int
+    stages: Sequence[tuple[str, str]],
+    constants: Mapping[str, Any],
+    inputs: Sequence[str],
+    kept: int,
+    width: int,
+    zeros: Sequence[int] = (),
 ) -> str:
     """The kernel in which a program owns whole rows: reductions over them, a body, and quantization.
 
@@ -219,9 +347,10 @@ def row_source(
         inputs: what the body takes, but for tensors.
         kept: how many values are written beside the quantized ones.
         width: columns of a row, at most 2^LOG_ROW.
+        zeros: columns of further tensors, which are set to 0.
     """
     coarse = ["COARSE"] if constants["HAS_COARSE"] else []
-    outputs = ["SCALE", *coarse, *(f"KEPT{i}" for i in range(kept))]
+    outputs = ["SCALE", *coarse, *(f"KEPT{i}" for i in range(kept)), *(f"ZERO{i}" for i in range(len(zeros)))]
     names = ", ".join(f'"{name}"' for name in outputs)
     lines = [
         f"{{{{def_kernel({names})}}}}",
@@ -240,6 +369,11 @@ def row_source(
     for i in range(kept + 1):
         lines += _modification(len(stages) + i, f"v{i}", inputs)
     lines += _kept(range(1, kept + 1), "tl.arange(0, BLOCK_N)")
+    lines += [
+        f"    tl.store(ZERO{i} + rows.to(tl.int64) * {columns} + {part}, 0, mask=rows < M)"
+        for i, columns in enumerate(zeros)
+        for part in range(columns)
+    ]
     lines.append("    v0 = tl.where(inside, v0, 0.0)")
     return "\n".join([*lines, *_row_sink(constants)]) + "\n"
 

@@ -102,8 +102,8 @@ def with_constants(
     """
     value = acc.to(tl.float32)
     if (A_OUTER == "const") or (B_OUTER == "const") or (B_OUTER == "reciprocal"):
-        left = _constant(a_outer, rows, M, a_outer_m, A_OUTER, A_GROUP)
-        right = _constant(b_outer, columns, N, b_outer_n, B_OUTER, B_GROUP)
+        left = constant_scale(a_outer, rows, M, a_outer_m, A_OUTER, A_GROUP)
+        right = constant_scale(b_outer, columns, N, b_outer_n, B_OUTER, B_GROUP)
         if SWAP:
             value = scaled(
                 value, tl.broadcast_to(left[None, :], value.shape), tl.broadcast_to(right[:, None], value.shape)
@@ -137,7 +137,7 @@ def finish(
 
 
 @triton.jit
-def _constant(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.constexpr):
+def constant_scale(scale, rows, R, row_stride, OUTER: tl.constexpr, GROUP_R: tl.constexpr):
     """The scales (rows,) that are the same along K; ones where there is none."""
     ones = tl.full(rows.shape, 1.0, tl.float32)
     if OUTER == "const":
@@ -159,6 +159,18 @@ def accumulated(
     left = tl.full(a_rows.shape, 1.0, tl.float32)
     if A_OUTER == "k":
         left = _outer(a_outer, a_rows, first // A_OUTER_K, M, a_outer_m, a_outer_k, A_GROUP)
+    return accumulated_rows(
+        acc, partial, left, b_outer, b_rows, first, N, b_outer_n, b_outer_k, B_OUTER, B_GROUP, B_OUTER_K, UNIFORM_B,
+        SWAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def accumulated_rows(
+    acc, partial, left, b_outer, b_rows, first, N, b_outer_n, b_outer_k, B_OUTER: tl.constexpr, B_GROUP: tl.constexpr,
+    B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """`accumulated` with the outer scales of a's rows, `left`."""
     if B_OUTER != "k":
         return _added(acc, partial, left[None, :] if SWAP else left[:, None])
     if UNIFORM_B:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference, triton_gemv, triton_matmul, triton_persistent
+from olq_fx.kernels.blocking import TENSOR_MEMORY as TENSOR_MEMORY
 from olq_fx.kernels.blocking import Blocking, multiprocessors
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.tuned_tables import tuned
@@ -25,9 +26,6 @@ _VECTOR = 16
 
 _PROGRAMS = 264
 """How many programs fill a large GPU: two for each of 132 multiprocessors."""
-
-TENSOR_MEMORY = (100, 103)
-"""Compute capabilities whose matrix instructions accumulate in a memory of their own."""
 
 _FLOAT8 = 89
 """The first compute capability that casts to float8."""

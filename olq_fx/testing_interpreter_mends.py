@@ -31,6 +31,7 @@ def install() -> None:
     interpreter._convert_float = convert_float
     builder = interpreter.InterpreterBuilder
     builder.create_dot, builder.create_dot_scaled = create_dot, create_dot_scaled
+    builder.create_fma = create_fma
     _formats_of_dot_scaled()
     for name in ("binary_op", "unary_op", "create_fabs"):
         setattr(builder, name, _without_bfloat16(getattr(builder, name)))
@@ -51,6 +52,22 @@ def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any = None
         value = value.clamp(-limit, limit)
     value = value.to(wanted)
     return value.view(_CARRIER[value.element_size()]).numpy().reshape(np.shape(data))
+
+
+def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z, rounded once. (The interpreter rounds the product too.)"""
+    if z.dtype.scalar != tl.float32:
+        raise TypeError("products and sums are contracted in float32 only")
+    product = x.data.astype(np.float64) * y.data.astype(np.float64)  # exact: 48 bits
+    addend = z.data.astype(np.float64)
+    total = product + addend
+    # What the sum lost (Knuth) makes its last bit odd: then it rounds to float32 as the exact sum does.
+    part = total - product
+    lost = (product - (total - part)) + (addend - part)
+    odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    even = (np.ascontiguousarray(total).view(np.int64) & 1) == 0
+    exact = np.where((lost != 0) & np.isfinite(lost) & even, odd, total)
+    return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
 
 
 def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

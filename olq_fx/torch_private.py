@@ -306,6 +306,12 @@ def known_extent(extent: Any) -> Any:
     return extent
 
 
+def hint_of(extent: Any) -> int | None:
+    """An extent as it was when it was seen first; None of one that depends on data."""
+    found = extent.node.hint if isinstance(extent, torch.SymInt) else extent
+    return None if found is None else int(found)
+
+
 def shares_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors, real, fake or meta, are views of one storage."""
     return bool(torch._C._is_alias_of(a, b))

@@ -9,9 +9,10 @@ Beside the hooks that Inductor documents for its own templates, a source may cal
 pointer to what the template makes, and the device functions that `imports` names.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,6 +192,32 @@ def new_buffer(shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     found = empty_strided(list(shape), strides, dtype=dtype, device=device)
     found.realize()
     return found
+
+
+def new_zeros(shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """The same, which a kernel of its own, called after `aten.zeros`, sets to 0 in every run."""
+    from torch._inductor.lowering import full
+
+    node = torch.fx.Graph().call_function(torch.ops.aten.zeros.default, ([],))
+    node.meta["original_aten"] = torch.ops.aten.zeros.default
+    with _made_for(node):
+        found = full(list(shape), 0, dtype=dtype, device=device)
+        found.realize()
+    return found
+
+
+@contextlib.contextmanager
+def _made_for(node: torch.fx.Node) -> Iterator[None]:
+    """Within, what is lowered is for a node alone, after which its kernel is named."""
+    from torch._inductor.ir import IRNode
+    from torch.utils._ordered_set import OrderedSet
+
+    others, IRNode._current_origins = IRNode._current_origins, OrderedSet()
+    try:
+        with IRNode.current_origins(OrderedSet([node])):
+            yield
+    finally:
+        IRNode._current_origins = others
 
 
 def layout(shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:

@@ -2,7 +2,8 @@
 
     Context      what all passes of one compilation are told: the weights to quantize, whether gradients flow
     Reject       a refusal: where, and the reason in words
-    PassResult   how many places were changed, and the refusals
+    Note         a choice: where, and which, with its reason
+    PassResult   how many places were changed, the refusals and the choices
     Pass         the protocol; a pass rewrites the graph in place, or leaves it as it was where it refuses
 
 A pass knows neither timing nor dumps nor verification: `pipeline.run` does those. Run twice, it changes nothing the
@@ -64,11 +65,20 @@ class Reject:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """A choice of a pass that a user may want to know: where, and which, with its reason."""
+
+    where: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass did: the number of places changed, and what it refused."""
+    """What a pass did: the number of places changed, what it refused, and what it chose."""
 
     changed: int
     rejects: tuple[Reject, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 class Pass(Protocol):

@@ -72,7 +72,8 @@ def cut(body: GraphModule) -> Body:
     stages += [Stage(_scalar(body, result, inputs, names), "", torch.float32) for result in results]
     whole, *kept = (result.meta["val"] for result in results)  # type: ignore[union-attr]
     return Body(
-        body, tuple(stages), inputs, int(whole.shape[1]), tuple(value.dtype for value in kept), _tall(placeholders)
+        *(body, tuple(stages), inputs, int(whole.shape[1]), tuple(value.dtype for value in kept), _tall(placeholders)),
+        dtype=whole.dtype,
     )
 
 

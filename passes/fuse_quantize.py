@@ -20,16 +20,17 @@ import operator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from olq_fx import torch_private
 from olq_fx.formats import get_format
 from olq_fx.kernels import support
 from olq_fx.kernels.fused_quantize import Product, fused_quantize, remember
-from olq_fx.passes.base import PassResult, Reject
+from olq_fx.kernels.on_load import fused_maxima, maxima_of
+from olq_fx.passes.base import Note, PassResult, Reject
 from olq_fx.passes.body_stages import cut, name_of
 from olq_fx.passes.fxtools import caller, tensor_of
+from olq_fx.passes.on_load import read_on_load, readers_on_load, result, zeroed
 from olq_fx.passes.region_bodies import CannotSay, RegionBody
 from olq_fx.passes.row_regions import DTYPES, VIEWS, Piece, Region, find, piece_of
 
@@ -55,19 +56,24 @@ class FuseQuantize:
     def __call__(self, gm: GraphModule) -> PassResult:
         """Fuse what can be fused."""
         fused = 0
-        rejects = []
+        rejects: list[Reject] = []
+        notes: list[Note] = []
         for node in [each for each in gm.graph.nodes if each.target is _QUANTIZE]:
             x = tensor_of(node.args[0])
             if x is None or x.device.type not in self.devices or x.dtype not in DTYPES:
                 continue
             lacks = _lacks(x.device)
-            done, reason = (False, f"no kernel fuses its quantization: {lacks}") if lacks else _fuse(node)
-            fused += done
-            if reason:
-                rejects.append(Reject(caller(node) or node.name, reason))
+            where = caller(node) or node.name
+            if lacks:
+                rejects.append(Reject(where, f"no kernel fuses its quantization: {lacks}"))
+                continue
+            outcome = _fuse(node)
+            fused += outcome.fused
+            rejects += [Reject(where, outcome.reason)] if outcome.reason else []
+            notes += [Note(where, outcome.note)] if outcome.note else []
         if fused:
             torch_private.drop_dead_code(gm)
-        return PassResult(fused, tuple(rejects))
+        return PassResult(fused, tuple(rejects), tuple(notes))
 
 
 def _lacks(device: torch.device) -> str:
@@ -78,23 +84,51 @@ def _lacks(device: torch.device) -> str:
     return support.why_not(10 * major + minor)
 
 
-def _fuse(quantize: Node) -> tuple[bool, str]:
-    """Whether one quantization was fused with what is before it, and why it was not, or not with all of it."""
-    root = quantize.args[0]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of one quantization.
+
+    Attributes:
+        fused: whether it was fused with what is before it.
+        reason: why it was not, or not with all of it.
+        note: how, where there was a choice.
+    """
+
+    fused: bool
+    reason: str = ""
+    note: str = ""
+
+
+def _fuse(quantize: Node) -> _Outcome:
+    root, format = quantize.args[0], str(quantize.args[1])
     assert isinstance(root, Node)
     region = find(root)
     found = [piece for leaf in region.leaves if (piece := piece_of(region, leaf)) is not None]
-    pieces, apart = _pieces(region, found, str(quantize.args[1]))
-    reason = f"the product before its quantization is a kernel of its own: {apart}" if apart and region.inside else ""
-    if not (pieces or region.reductions or _takes_several_kernels(str(quantize.args[1]))):
-        return False, reason
+    pieces, apart = _pieces(region, found, quantize)
+    maxima = _wider_than_a_tile(format) if pieces else ""
+    readers: list[Node] = []
+    told = ""
+    if maxima:
+        readers, told = readers_on_load(quantize, pieces)
+        pieces, apart = (pieces, "") if readers else ([], f"{maxima}, and {told}")
+    reason = f"the product before its quantization is a kernel of its own: {apart}" if apart else ""
+    if not (pieces or region.reductions or _takes_several_kernels(format)):
+        return _Outcome(False, reason)
     try:
         if not pieces:
-            _check_rows(region, str(quantize.args[1]))
-        _rewrite(quantize, RegionBody(region, pieces, quantize))
+            _check_rows(region, format)
+        _rewrite(quantize, RegionBody(region, pieces, quantize), readers)
     except CannotSay as refusal:
-        return False, f"its quantization is a kernel of its own: {refusal}"
-    return True, reason
+        return _Outcome(False, f"its quantization is a kernel of its own: {refusal}")
+    return _Outcome(True, reason, f"quantized by what reads it: {told}" if readers else "")
+
+
+def _wider_than_a_tile(format: str) -> str:
+    """Why no tile of a product holds the groups of a format; "" if one does."""
+    group = get_format(format)
+    if group.group[0] == 1 and group.group[1] is not None and group.coarse is None:
+        return ""
+    return f"{format} has a statistic of more than a piece of a row, which no tile of a product holds"
 
 
 def _takes_several_kernels(format: str) -> bool:
@@ -118,12 +152,12 @@ def _check_rows(region: Region, format: str) -> None:
         raise CannotSay(f"{format} has a statistic of more than a row")
 
 
-def _pieces(region: Region, found: list[Piece], format: str) -> tuple[list[Piece], str]:
+def _pieces(region: Region, found: list[Piece], quantize: Node) -> tuple[list[Piece], str]:
     """The products that are computed in the same kernel; where there is none of some, the reason."""
     if not found or region.reductions:
         return [], ""
     for piece in found:
-        if not _is_own(region, piece, [each for each in found if each.product is piece.product]):
+        if not _is_own(region, piece, [each for each in found if each.product is piece.product], quantize):
             found = [each for each in found if each is not piece]
     if not found:
         return [], "others read the product too"
@@ -133,9 +167,6 @@ def _pieces(region: Region, found: list[Piece], format: str) -> tuple[list[Piece
     found = [piece for piece in found if piece.kernel in _OURS]
     if not found:
         return [], "another kernel must run the product"
-    group = get_format(format)
-    if group.group[0] != 1 or group.group[1] is None or group.coarse is not None:
-        return [], f"{format} has a statistic of more than a piece of a row, which no tile of a product holds"
     if any(not isinstance(extent, int) for extent in region.shape[1:]):
         return [], "its rows have a symbol's number of columns"
     sharing = collections.Counter(map(_sharing, found))
@@ -158,10 +189,10 @@ def _sharing(piece: Piece) -> tuple[Any, ...]:
     """What products have in common that one kernel can compute: activations, formats, K, dtype."""
     x, activation_format, _, weight_format, k, dtype, *_ = piece.product.args
     assert isinstance(x, (list, tuple))
-    return tuple(x), activation_format, weight_format, k, dtype
+    return tuple(x), activation_format, weight_format, k, dtype, piece.rule
 
 
-def _is_own(region: Region, piece: Piece, alike: list[Piece]) -> bool:
+def _is_own(region: Region, piece: Piece, alike: list[Piece], quantize: Node) -> bool:
     """Whether nothing but the region reads a product."""
     read = {each.read for each in alike}
     path = {node for each in alike for node in each.path} | {piece.product}
@@ -171,7 +202,7 @@ def _is_own(region: Region, piece: Piece, alike: list[Piece]) -> bool:
         for user in node.users:
             if user in path:
                 waiting.append(user)
-            elif node in read and user in region.inside:
+            elif node in read and (user in region.inside or user is quantize):
                 continue
             elif not (user.target is operator.getitem and not user.users):
                 split = any(each in path for each in user.users)
@@ -181,35 +212,45 @@ def _is_own(region: Region, piece: Piece, alike: list[Piece]) -> bool:
     return True
 
 
-def _rewrite(quantize: Node, body: RegionBody) -> None:
-    """Put the call in the place of a quantization, and its results in that of what is kept."""
+def _rewrite(quantize: Node, body: RegionBody, readers: list[Node]) -> None:
+    """Put the call in the place of a quantization, and its results in that of what is kept.
+
+    Where there are readers they quantize on load, and the call gives values with their maxima.
+    """
     made = body.graph_module()
     graph = quantize.graph
+    results: Any = made.graph.output_node().args[0]
+    whole, *kept = (each.meta["val"] for each in results)
     with graph.inserting_before(quantize):
         products = [_plain(piece) for piece in body.pieces]
-        args = (remember(name_of(made), cut(made)), products, body.tensors(graph), *quantize.args[1:3])
-        fused = graph.call_function(fused_quantize, args)
+        args: tuple[Any, ...] = (remember(name_of(made), cut(made)), products, body.tensors(graph))
         parts: Any = quantize.meta["val"]
-        values = [matrix.meta["val"] for matrix in made.graph.output_node().args[0][1:]]  # type: ignore[index, union-attr]
-        fused.meta = {**quantize.meta, "val": [*parts, *values]}
+        if readers:
+            maxima = maxima_of(get_format(str(quantize.args[1])))
+            assert maxima is not None
+            shape = whole.shape[0], maxima.parts(whole.shape[1])
+            parts = [whole, whole.new_empty(shape, dtype=torch.int32)]
+            zeros = zeroed(body.pieces[0].product, shape)
+            fused = graph.call_function(fused_maxima, (*args, maxima.wide, maxima.finite, zeros))
+        else:
+            fused = graph.call_function(fused_quantize, (*args, *quantize.args[1:3]))
+        fused.meta = {**quantize.meta, "val": [*parts, *kept]}
         for i, node in enumerate(body.kept):
-            _hand_over(node, _result(fused, len(parts) + i, values[i]), body.region, quantize)
-    quantize.replace_all_uses_with(fused)
-    graph.erase_node(quantize)
+            _hand_over(node, result(fused, len(parts) + i, kept[i]), body.region, quantize)
+        if readers:
+            given = [result(fused, i, part) for i, part in enumerate(parts)]
+            read_on_load(readers, given[0], given[1], str(quantize.args[2]))
+    if not readers:
+        quantize.replace_all_uses_with(fused)
+        graph.erase_node(quantize)
     # What reads a result that is kept may stand before the call.
     torch_private.sort_graph(graph)
 
 
 def _plain(piece: Piece) -> Any:
     x, activation_format, weight, weight_format, k, dtype, bias, *_ = piece.product.args
-    product = Product(x, activation_format, weight, weight_format, k, dtype, bias, piece.first, piece.columns)  # type: ignore[arg-type]
-    return product.plain
-
-
-def _result(fused: Node, number: int, value: Tensor) -> Node:
-    node = fused.graph.call_function(operator.getitem, (fused, number))
-    node.meta = {**fused.meta, "val": value}
-    return node
+    args: Any = (x, activation_format, weight, weight_format, k, dtype, bias, piece.first, piece.columns, piece.rule)
+    return Product(*args).plain
 
 
 def _hand_over(node: Node, matrix: Node, region: Region, quantize: Node) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from olq_fx.passes.annotate import Annotate
-from olq_fx.passes.base import Context, Pass, Reject
+from olq_fx.passes.base import Context, Note, Pass, Reject
 from olq_fx.passes.canonicalize import Canonicalize
 from olq_fx.passes.clean_up import CleanUp
 from olq_fx.passes.dumps import Dumps, difference, operators_of
@@ -50,6 +50,7 @@ class PassRecord:
         rejects: what it refused.
         seconds: how long it took, verification excluded.
         operators: how many calls of each operator there are more (or fewer, if negative) than before.
+        notes: what it chose.
     """
 
     name: str
@@ -57,6 +58,7 @@ class PassRecord:
     rejects: tuple[Reject, ...]
     seconds: float
     operators: dict[str, int]
+    notes: tuple[Note, ...] = ()
 
 
 def run(gm: GraphModule, context: Context, *, dump_dir: Path | None = None) -> tuple[PassRecord, ...]:
@@ -108,7 +110,8 @@ def run_one(gm: GraphModule, step: Pass) -> PassRecord:
     seconds = time.perf_counter() - begin
     gm.graph.lint()
     assert _results(gm) == results, f"{step.name} changed the results from {results} to {_results(gm)}"
-    return PassRecord(step.name, outcome.changed, outcome.rejects, seconds, difference(operators, operators_of(gm)))
+    changes = difference(operators, operators_of(gm))
+    return PassRecord(step.name, outcome.changed, outcome.rejects, seconds, changes, outcome.notes)
 
 
 def _results(gm: GraphModule) -> list[tuple[object, ...]]:

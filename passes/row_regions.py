@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from olq_fx import torch_private
+from olq_fx.kernels.on_load import LINEAR_ON_LOAD
 from olq_fx.passes.fxtools import tensor_of
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, ate
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCT = torch.ops.olq_fx.quantized_linear.default
+PRODUCTS = (PRODUCT, LINEAR_ON_LOAD)
 
 Shape = tuple[Any, ...]
 
@@ -61,7 +63,12 @@ class Piece:
     def kernel(self) -> str:
         """The kernel that must run the product; "" for the best."""
         named = torch_private.arguments_of(self.product)
-        return str(named["kernel"])
+        return str(named.get("kernel", ""))
+
+    @property
+    def rule(self) -> str:
+        """Of the scales, where the product quantizes on load; else ""."""
+        return str(self.product.args[8]) if self.product.target is LINEAR_ON_LOAD else ""
 
     @property
     def is_whole(self) -> bool:
@@ -250,7 +257,7 @@ def piece_of(region: Region, leaf: Node) -> Piece | None:
     value = tensor_of(leaf)
     if value is None or not region.is_full(value) or not isinstance(columns := value.shape[-1], int):
         return None
-    while node.target is not PRODUCT:
+    while node.target not in PRODUCTS:
         step = _step(node)
         if step is None:
             return None

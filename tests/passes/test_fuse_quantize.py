@@ -114,7 +114,7 @@ def test_halves_of_one_product_are_two_products(halves: str):
         return quantized((functional.gelu(gate) * up).flatten(0, 1))
 
     [call] = calls(fused(mlp, random(2, 3, K), weight(2 * N, K)))
-    assert sorted(each[7:] for each in call.args[1]) == [(0, N), (N, N)]
+    assert sorted(each[7:9] for each in call.args[1]) == [(0, N), (N, N)]
 
 
 def test_thirds_of_a_product_are_no_kernel():
