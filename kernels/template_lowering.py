@@ -14,6 +14,10 @@ from olq_fx import numerics, torch_templates
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.fused_quantize import Body, Plain, Product, body_of, fused_quantize
+from olq_fx.kernels.template_operands import buffers as _buffers
+from olq_fx.kernels.template_operands import operand as _operand
+from olq_fx.kernels.template_operands import side as _side
+from olq_fx.kernels.template_operands import tiles as _tiles
 from olq_fx.kernels.template_sources import (
     PRODUCT_IMPORTS,
     ROW_IMPORTS,
@@ -165,50 +169,12 @@ def _with_products(target: _Target, products: Sequence[Product]) -> list[Any]:
     return target.launched(kernel, _tiles(blocking), inputs)
 
 
-def _tiles(first: Blocking) -> list[Blocking]:
-    """The analytic choice; where Inductor may measure, others that need no other text."""
-    if not torch_templates.wants_tuning():
-        return [first]
-    others = [
-        dataclasses.replace(first, block_m=block_m, num_warps=warps, num_stages=stages)
-        for block_m in {max(16, first.block_m // 2), first.block_m, 2 * first.block_m}
-        for warps in (4, 8)
-        for stages in (2, 3, 4)
-    ]
-    return [first, *(each for each in others if each != first)]
-
-
 def _blocking(target: _Target, a: Operand, weights: Sequence[Operand], k: int) -> Blocking:
     rows, width = torch_templates.hint(target.shape[0]), target.shape[1]
     chain = Chain("silu", "paired") if len(weights) > 1 else Chain()
     columns = width * len(weights)
     instruction = instruction_of(a, weights[0], k, target.capability)
     return chain_blocking(rows, columns, k, a, weights[0], instruction, target.format, chain, target.capability)
-
-
-def _operand(parts: Sequence[Any], format: str) -> Operand:
-    """The operand that a kernel sees, of tensors without values."""
-    shapes = [
-        torch.empty([torch_templates.hint(extent) for extent in part.get_size()], dtype=part.get_dtype(), device="meta")
-        for part in parts
-    ]
-    return operand_of(shapes, format)
-
-
-def _side(name: str, operand: Operand) -> Side:
-    return Side(name, operand.inner_scale is not None, operand.outer_scale is not None, operand.constants)
-
-
-def _buffers(parts: Sequence[Any], format: str) -> list[Any]:
-    """The parts in the order of `Side.arguments`: codes and coarse scales row by row, others by their strides."""
-    if not format:
-        return [torch_templates.contiguous(parts[0])]
-    codes, scale, *rest = parts
-    return [
-        torch_templates.contiguous(codes),
-        torch_templates.realized(scale),
-        *(torch_templates.contiguous(part) for part in rest),
-    ]
 
 
 # Rows

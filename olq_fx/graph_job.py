@@ -139,6 +139,7 @@ class GraphJob:
                 options=self._options,
                 tag=self._sessions.tag,
                 refuse=self._refuse,
+                note=self._note,
                 dump_dir=dump_dir,
             )
         except OlqFxError:
@@ -165,6 +166,11 @@ class GraphJob:
         """Put a refusal of a pass into the report."""
         if self._session is not None and self._session.report is not None:
             self._session.report.refuse(name, where, reason)
+
+    def _note(self, text: str) -> None:
+        """Put a line of a pass into the report."""
+        if self._session is not None and self._session.report is not None:
+            self._session.report.note(text)
 
     def _next_dump(self) -> Path | None:
         self._variants += 1

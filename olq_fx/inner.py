@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from olq_fx import errors, kernels, passes, torch_private
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest
-from olq_fx.kernels import fused_quantize, ops
+from olq_fx.kernels import fused_quantize, linear_products, ops
 from olq_fx.late_decomposition import LateDecompositions
 from olq_fx.passes import pipeline
 from olq_fx.passes.dumps import Dumps, difference, operators_of
@@ -68,6 +68,7 @@ class Inner:
         options: dict[str, Any] | None = None,
         tag: str = "",
         refuse: Callable[[str, str, str], None] = lambda name, where, reason: None,
+        note: Callable[[str], None] = lambda text: None,
         dump_dir: Path | None = None,
     ) -> Callable[..., Any]:
         """Compile a graph.
@@ -78,6 +79,7 @@ class Inner:
             mode, options: as given to torch.compile: Inductor's settings, or keywords of another compiler.
             tag: what else the compiled code depends on.
             refuse: is told what passes on the graph of aten operators refuse: the pass, where, and why.
+            note: is told what else of them a user should know.
             dump_dir: a folder for these graphs before and after each pass.
         """
         if self.watch is not None:
@@ -87,11 +89,12 @@ class Inner:
             late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions(), ops.stays_whole)
             fuse = torch_private.fuses_epilogues(settings)
             fused_quantize.prepare()
+            linear_products.prepare()
             found = torch_private.compile_inductor(
                 gm,
                 inputs,
                 decompositions={**ops.decompositions(), **late.table()},
-                rewrite=_rewriting(late, fuse, refuse, dump_dir),
+                rewrite=_rewriting(late, fuse, refuse, note, dump_dir),
                 options=settings,
                 cache_tag=f"olq_fx:{sources()}:{tag}",
             )
@@ -104,7 +107,11 @@ class Inner:
 
 
 def _rewriting(
-    late: LateDecompositions, fuse: bool, refuse: Callable[[str, str, str], None], dump_dir: Path | None
+    late: LateDecompositions,
+    fuse: bool,
+    refuse: Callable[[str, str, str], None],
+    note: Callable[[str], None],
+    dump_dir: Path | None,
 ) -> Callable[[GraphModule], None]:
     """What is done to each graph of aten operators, forward or backward, that AOTAutograd makes of one graph."""
     folders = (dump_dir and dump_dir / f"late_{number}" for number in itertools.count(1))
@@ -114,6 +121,8 @@ def _rewriting(
         for record in pipeline.run_late(graph, dumps, fuse=fuse):
             for reject in record.rejects:
                 refuse(record.name, reject.where, reject.reason)
+            for text in record.notes:
+                note(text)
         before = operators_of(graph) if dumps else {}
         changed = late.expand(graph)
         if dumps:

@@ -65,10 +65,11 @@ class Reject:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass did: the number of places changed, and what it refused."""
+    """What a pass did: the number of places changed, what it refused, and lines for the user."""
 
     changed: int
     rejects: tuple[Reject, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Pass(Protocol):

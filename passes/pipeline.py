@@ -21,6 +21,7 @@ from olq_fx.passes.dumps import Dumps, difference, operators_of
 from olq_fx.passes.fuse_quantize import FuseQuantize
 from olq_fx.passes.fuse_residual import FuseResidual
 from olq_fx.passes.fxtools import value_of
+from olq_fx.passes.merge_products import MergeProducts
 from olq_fx.passes.open_attention import OpenAttention
 from olq_fx.passes.share_quantization import ShareQuantization
 from olq_fx.passes.swap import Swap
@@ -36,7 +37,10 @@ PASSES: tuple[Callable[[Context], Pass], ...] = (
 )
 """What runs, in this order; each entry says why it stands there."""
 
-LATE_PASSES: tuple[Callable[[], Pass], ...] = (FuseQuantize,)
+LATE_PASSES: tuple[Callable[[], Pass], ...] = (
+    FuseQuantize,  # first: a product in the kernel of a quantization is no kernel of its own
+    MergeProducts,  # what is left of products
+)
 """What runs on the graph of aten operators that AOTAutograd makes, where what is pointwise is one kind of node."""
 
 
@@ -50,6 +54,7 @@ class PassRecord:
         rejects: what it refused.
         seconds: how long it took, verification excluded.
         operators: how many calls of each operator there are more (or fewer, if negative) than before.
+        notes: lines for the user.
     """
 
     name: str
@@ -57,6 +62,7 @@ class PassRecord:
     rejects: tuple[Reject, ...]
     seconds: float
     operators: dict[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def run(gm: GraphModule, context: Context, *, dump_dir: Path | None = None) -> tuple[PassRecord, ...]:
@@ -108,7 +114,8 @@ def run_one(gm: GraphModule, step: Pass) -> PassRecord:
     seconds = time.perf_counter() - begin
     gm.graph.lint()
     assert _results(gm) == results, f"{step.name} changed the results from {results} to {_results(gm)}"
-    return PassRecord(step.name, outcome.changed, outcome.rejects, seconds, difference(operators, operators_of(gm)))
+    changes = difference(operators, operators_of(gm))
+    return PassRecord(step.name, outcome.changed, outcome.rejects, seconds, changes, outcome.notes)
 
 
 def _results(gm: GraphModule) -> list[tuple[object, ...]]:
