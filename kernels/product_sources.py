@@ -106,7 +106,9 @@ def _product(x: Side, layer: LayerText, constants: Mapping[str, Any]) -> list[st
     shared = [constants[name] for name in ("DOT", "PARTS", "PROMOTE", "EVEN_K", "UNIFORM_B", "SWAP")]
     k = constants["K"]
     return [
-        f"    acc = sum_over({x.pointers}, {', '.join(_NAMES)}, rows, columns, 0, {k}, M, N, {k},",
+        # Not known while compiling: of a loop that is unrolled more registers are taken than there are.
+        f"    K = tl.num_programs(1) * {k}",
+        f"    acc = sum_over({x.pointers}, {', '.join(_NAMES)}, rows, columns, 0, K, M, N, K,",
         f"        {', '.join([*x.strides, *_STRIDES])},",
         f"        {_literals([*x.constants, *layer.weight.constants, *shared])}, BLOCK_K)",
     ]
@@ -141,7 +143,7 @@ def _one(layer: LayerText, x: Side, constants: Mapping[str, Any]) -> list[str]:
         lines.append("    y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)")
     lines.append(f"    y = rounded_to(y, {dtype!r})")
     if layer.residual:
-        lines.append("    more = tl.load(residual + m * N + n, mask=inside, other=0.0).to(tl.float32)")
+        lines.append("    more = tl.load(residual + (n + N * m), mask=inside, other=0.0).to(tl.float32)")
         lines.append(f"    y = rounded_to(y + more, {dtype!r})")
     return [*lines, f'    {{{{store_output(("m", "n"), "y", "inside", val_shape={shape})}}}}']
 

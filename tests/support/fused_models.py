@@ -154,6 +154,19 @@ class Captured(nn.Module):
         return self.down(functional.silu(y)), x
 
 
+class Projections(nn.Module):
+    """Queries, keys and values of grouped heads, 200 columns of each of the latter; then another product with a residual."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, columns, bias=bias) for columns in (D, 200, 200))
+        self.o = nn.Linear(D, D, bias=bias)
+
+    def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return q, k, v, stream + self.o(stream)
+
+
 BLOCKS: dict[str, Any] = {
     "llama": Llama,
     "qwen3": lambda: Llama(norm=True),
@@ -175,6 +188,13 @@ def captured(dtype: str = "bfloat16") -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
     return Captured().to(kind).eval(), [torch.randn(BATCH, ROWS, D, dtype=kind)]
+
+
+def projections(rows: int = ROWS, dtype: str = "bfloat16", bias: bool = False) -> tuple[nn.Module, list[Tensor]]:
+    """Siblings and one layer apart, and their inputs (rows, K)."""
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    return Projections(bias).to(kind).eval(), [torch.randn(rows, D, dtype=kind) for _ in range(2)]
 
 
 def normed(columns: int) -> tuple[nn.Module, list[Tensor]]:
