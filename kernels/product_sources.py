@@ -55,7 +55,11 @@ def source_of(x: Side, layers: Sequence[LayerText], constants: Mapping[str, Any]
     names = [*x.arguments, *(name for each in layers for name in each.arguments), *outputs]
     lines = [
         f"{{{{def_kernel({', '.join(map(repr, names))})}}}}",
-        '    M = {{size("A", 0)}}',
+        # Sizes that the operator is given when it runs: what the compiler folds and unrolls for the sake of a number
+        # takes more registers than there are, now and then.
+        "    one = tl.num_programs(1)",
+        '    M = one * {{size("A", 0)}}',
+        f"    K = one * {constants['K']}",
         *_places(layers, constants),
         *_product(x, layers[0], constants),
         *(_one(layers[0], x, constants) if len(layers) == 1 else _several(layers[0], x, constants)),
@@ -104,10 +108,7 @@ def _chosen(values: Sequence[str], first: Sequence[int]) -> str:
 
 def _product(x: Side, layer: LayerText, constants: Mapping[str, Any]) -> list[str]:
     shared = [constants[name] for name in ("DOT", "PARTS", "PROMOTE", "EVEN_K", "UNIFORM_B", "SWAP")]
-    k = constants["K"]
     return [
-        # Not known while compiling: of a loop that is unrolled more registers are taken than there are.
-        f"    K = tl.num_programs(1) * {k}",
         f"    acc = sum_over({x.pointers}, {', '.join(_NAMES)}, rows, columns, 0, K, M, N, K,",
         f"        {', '.join([*x.strides, *_STRIDES])},",
         f"        {_literals([*x.constants, *layer.weight.constants, *shared])}, BLOCK_K)",
