@@ -59,21 +59,26 @@ def emitted(emitter: Emitter, block: str, scheme: str | None, capability: int = 
     return _EMITTED[key]
 
 
-def quantizing(code: EmittedCode) -> list[str]:
-    """Launches of templates that end in a quantization."""
-    found = {kernel.name for kernel in code.kernels if re.search(r"write_(row_)?tile\(", kernel.source)}
+def having(code: EmittedCode, function: str) -> list[str]:
+    """Launches of templates that call a device function, by a pattern."""
+    found = {kernel.name for kernel in code.kernels if kernel.is_template and re.search(function, kernel.source)}
     return [name for name in code.launches if name in found]
+
+
+def quantizing(code: EmittedCode) -> list[str]:
+    """Launches of templates that quantize what they have computed otherwise."""
+    return [name for name in having(code, r"write_(row_)?tile\(") if "triton_tem_fused_quantize" in name]
 
 
 def multiplying(code: EmittedCode) -> list[str]:
     """Launches of templates of layers of which nothing is quantized."""
-    found = {kernel.name for kernel in code.kernels if "sum_over(" in kernel.source}
-    return [name for name in code.launches if name in found.difference(quantizing(code))]
+    return [name for name in having(code, r"sum_over\(") if name not in having(code, r"write_tile\(")]
 
 
 def standalone(code: EmittedCode) -> list[str]:
     """Kernels that quantize and are none of our templates, or do nothing but quantize."""
-    return [name for name in code.launches if "quantize" in name and "triton_tem_" not in name]
+    ours = {*quantizing(code), *multiplying(code)}
+    return [name for name in code.launches if "quantize" in name and name not in ours]
 
 
 # What is left of a block beside its templates: rotation of queries and keys, softmax, copies for the products of
@@ -81,7 +86,7 @@ def standalone(code: EmittedCode) -> list[str]:
 FUSED = {"llama": 2, "qwen3": 2, "gpt2": 2, "bert": 1, "dit": 2, "t5": 2}
 """Norms of a block that are followed by a quantized layer of the same block."""
 
-LAYERS = {"llama": 7, "qwen3": 7, "gpt2": 6, "bert": 6, "dit": 7, "t5": 7}
+LAYERS = {"llama": 7, "qwen3": 7, "gpt2": 6, "bert": 6, "dit": 6, "t5": 7}
 """Quantized layers of a block."""
 
 
