@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from olq_fx import torch_templates
+from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.linear_products import Layer, Plain, linear_products
 from olq_fx.kernels.product_sources import IMPORTS, LayerText, source_of, tiles_of
 from olq_fx.kernels.template_operands import buffers, operand, side, tiles
@@ -27,44 +28,53 @@ def lower(
     A tile, and the order of its sums, is that of the operator for a layer alone: whether the operator would take it is
     what `product_forms` says.
     """
-    found = [Layer(*each) for each in layers]
     rows, device = x[0].get_size()[0], x[0].get_device()
-    a, weights = operand(x, activation_format), [operand(each.weight, weight_format) for each in found]
+    texts, inputs = _texts([Layer(*each) for each in layers], weight_format)
+    a, b = operand(x, activation_format), operand(layers[0][0], weight_format)
     capability = _capability(device)
-    instruction = instruction_of(a, weights[0], k, capability)
-    m, n = torch_templates.hint(rows), weights[0].codes.shape[0]
-    blocking = tile_blocking_of(m, n, k, a, weights[0], instruction, capability)
+    instruction = instruction_of(a, b, k, capability)
+    blocking = tile_blocking_of(torch_templates.hint(rows), texts[0].rows, k, a, b, instruction, capability)
     constants = {
-        **constants_of(a, weights[0], instruction, blocking, k),
+        **constants_of(a, b, instruction, blocking, k),
         "K": k,
         "DTYPE": _NAMES[dtype],
         "SWAP": blocking.swap,
-        "UNIFORM_B": weights[0].outer == "k" and weights[0].group % blocking.block_n == 0,
+        "UNIFORM_B": b.outer == "k" and b.group % blocking.block_n == 0,
     }
-    inputs, texts = buffers(x, activation_format), []
-    for i, (each, weight) in enumerate(zip(found, weights, strict=True)):
-        parts, added = buffers(each.weight, weight_format), [each.bias, each.residual]
-        inputs += [*parts, *(torch_templates.contiguous(one) for one in added if one is not None)]
-        names = ["" if one is None else f"{name}{i}" for one, name in zip(added, ("BIAS", "RESIDUAL"), strict=True)]
-        texts.append(LayerText(side(f"B{i}", weight), *names, weight.codes.shape[0], _strides(parts, weight)))
     source = source_of(side("A", a), texts, constants)
     template = torch_templates.make_template("olq_fx_linear", source, _grid, IMPORTS)
-    choices = [
-        torch_templates.Choice(
-            template,
-            {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k},
-            tile.num_warps,
-            tile.num_stages,
-        )
-        for tile in tiles(blocking)
-    ]
     outputs = [torch_templates.new_buffer((rows, text.rows), dtype, device) for text in texts[1:]]
-    like = torch_templates.layout((rows, texts[0].rows), dtype, device)
-    sizes = rows, tiles_of(texts, blocking.block_n) * blocking.block_n
-    made = torch_templates.launch("olq_fx_linear", choices, inputs, outputs, like, sizes, (), ())
+    made = torch_templates.launch(
+        "olq_fx_linear",
+        [_choice(template, tile) for tile in tiles(blocking)],
+        [*buffers(x, activation_format), *inputs],
+        outputs,
+        torch_templates.layout((rows, texts[0].rows), dtype, device),
+        (rows, tiles_of(texts, blocking.block_n) * blocking.block_n),
+        subgraphs=(),
+        captured=(),
+    )
     if outputs:
         torch_templates.fuse_nothing_into(made)
     return [made, *outputs]
+
+
+def _texts(layers: Sequence[Layer], format: str) -> tuple[list[LayerText], list[Any]]:
+    """What the source says of each layer, and the buffers of all."""
+    texts, inputs = [], []
+    for i, layer in enumerate(layers):
+        weight, parts = operand(layer.weight, format), buffers(layer.weight, format)
+        bias, residual = "" if layer.bias is None else f"BIAS{i}", "" if layer.residual is None else f"RESIDUAL{i}"
+        rows = weight.codes.shape[0]
+        texts.append(LayerText(side(f"B{i}", weight), bias, residual, rows, _strides(parts, weight)))
+        added = (each for each in (layer.bias, layer.residual) if each is not None)
+        inputs += [*parts, *map(torch_templates.contiguous, added)]
+    return texts, inputs
+
+
+def _choice(template: Any, tile: Blocking) -> torch_templates.Choice:
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    return torch_templates.Choice(template, constants, tile.num_warps, tile.num_stages)
 
 
 def _capability(device: torch.device) -> int:

@@ -55,8 +55,8 @@ def source_of(x: Side, layers: Sequence[LayerText], constants: Mapping[str, Any]
     names = [*x.arguments, *(name for each in layers for name in each.arguments), *outputs]
     lines = [
         f"{{{{def_kernel({', '.join(map(repr, names))})}}}}",
-        # Sizes that the operator is given when it runs: what the compiler folds and unrolls for the sake of a number
-        # takes more registers than there are, now and then.
+        # What the operator is given when it runs is no constant here either: what the compiler unrolls and folds for
+        # the sake of a number takes more registers than there are, now and then.
         "    one = tl.num_programs(1)",
         '    M = one * {{size("A", 0)}}',
         f"    K = one * {constants['K']}",
@@ -86,8 +86,8 @@ def _places(layers: Sequence[LayerText], constants: Mapping[str, Any]) -> list[s
         f"    tile_m, tile_n = tile_at(tl.program_id(0), M, {wide}, BLOCK_M, BLOCK_N, {constants['GROUP']})",
         "    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)",
         *(own(name, lambda i, each, j=j: pointers[i][j]) for j, name in enumerate(_NAMES)),  # type: ignore[misc]
-        *(own(name, lambda i, each, j=j: str(each.strides[j])) for j, name in enumerate(_STRIDES)),  # type: ignore[misc]
-        own("N", lambda i, each: str(each.rows)),
+        *(own(name, lambda i, each, j=j: _number(each.strides[j])) for j, name in enumerate(_STRIDES)),  # type: ignore[misc]
+        own("N", lambda i, each: _number(each.rows)),
         own("bias", lambda i, each: each.bias or "None"),
         own("residual", lambda i, each: each.residual or "None"),
         *([own("out", lambda i, each: f"OUT{i}" if i else "{{output()}}")] if len(layers) > 1 else []),
@@ -104,6 +104,11 @@ def _chosen(values: Sequence[str], first: Sequence[int]) -> str:
     for value, begin in zip(values[1:], first[1:], strict=True):
         found = f"tl.where(tile_n >= {begin}, {value}, {found})"
     return found
+
+
+def _number(value: int) -> str:
+    """A stride or an extent; 0 and 1 are what the operator is compiled for too."""
+    return str(value) if value in (0, 1) else f"one * {value}"
 
 
 def _product(x: Side, layer: LayerText, constants: Mapping[str, Any]) -> list[str]:

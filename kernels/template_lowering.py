@@ -22,12 +22,11 @@ from olq_fx.kernels.template_sources import (
     PRODUCT_IMPORTS,
     ROW_IMPORTS,
     ProductText,
-    Side,
     product_source,
     row_source,
 )
 from olq_fx.kernels.triton_linear_chain import Chain, chain_blocking
-from olq_fx.kernels.triton_product import Operand, constants_of, instruction_of, operand_of
+from olq_fx.kernels.triton_product import Operand, constants_of, instruction_of
 from olq_fx.kernels.triton_quantize import by_row, coarse_columns
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

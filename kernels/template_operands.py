@@ -35,6 +35,7 @@ def operand(parts: Sequence[Any], format: str) -> Operand:
 
 
 def side(name: str, operand: Operand) -> Side:
+    """What a source says of an operand by this name."""
     return Side(name, operand.inner_scale is not None, operand.outer_scale is not None, operand.constants)
 
 

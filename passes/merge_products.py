@@ -72,7 +72,7 @@ class MergeProducts:
             value = tensor_of(node)
             if value is not None and value.device.type in self.devices:
                 x, activation_format = node.args[:2]
-                found.setdefault((tuple(x), activation_format), []).append(node)  # type: ignore[arg-type]
+                found.setdefault((tuple(x), activation_format), []).append(node)
         return found.values()
 
 

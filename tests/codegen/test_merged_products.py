@@ -165,9 +165,7 @@ def test_machine_code_has_the_instruction_and_does_not_spill(
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("rows", [18, 100])
-def test_every_scheme_stays_in_registers(
-    emitter: Emitter, compiler: Compiler, scheme: str, capability: int, rows: int
-):
+def test_every_scheme_stays_in_registers(emitter: Emitter, compiler: Compiler, scheme: str, capability: int, rows: int):
     code = emitter.emit(fused_models.projections, scheme, rows, "bfloat16", True, capability=capability)
     for kernel in products(code):
         kernel.machine_code(compiler).assert_no_spills()

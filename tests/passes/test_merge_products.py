@@ -234,7 +234,10 @@ def test_a_tuned_table_that_knows_one():
     layers, *inputs = pair({}, {})
     with use_tuned(TunedTable.of({problem: Choice(blocking=first, first=first)}, 90)):
         found = reasons(layers, *inputs)
-    assert found == ["its product is a kernel of its own: a tuned table says how it is cut, which its operator follows"] * 2
+    assert (
+        found
+        == ["its product is a kernel of its own: a tuned table says how it is cut, which its operator follows"] * 2
+    )
     assert reasons(layers, *inputs) == []
 
 
