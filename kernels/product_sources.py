@@ -86,7 +86,7 @@ def _places(layers: Sequence[LayerText], constants: Mapping[str, Any]) -> list[s
         f"    tile_m, tile_n = tile_at(tl.program_id(0), M, {wide}, BLOCK_M, BLOCK_N, {constants['GROUP']})",
         "    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)",
         *(own(name, lambda i, each, j=j: pointers[i][j]) for j, name in enumerate(_NAMES)),  # type: ignore[misc]
-        *(own(name, lambda i, each, j=j: _number(each.strides[j])) for j, name in enumerate(_STRIDES)),  # type: ignore[misc]
+        *(own(name, lambda i, each, j=j: _stride(j, each)) for j, name in enumerate(_STRIDES)),  # type: ignore[misc]
         own("N", lambda i, each: _number(each.rows)),
         own("bias", lambda i, each: each.bias or "None"),
         own("residual", lambda i, each: each.residual or "None"),
@@ -109,6 +109,12 @@ def _chosen(values: Sequence[str], first: Sequence[int]) -> str:
 def _number(value: int) -> str:
     """A stride or an extent; 0 and 1 are what the operator is compiled for too."""
     return str(value) if value in (0, 1) else f"one * {value}"
+
+
+def _stride(j: int, layer: LayerText) -> str:
+    """Number `j` of the strides. Outer scales are read one by one, so that a 1 is of no use."""
+    value = layer.strides[j]
+    return f"one * {value}" if value and _STRIDES[j].startswith("b_outer") else _number(value)
 
 
 def _product(x: Side, layer: LayerText, constants: Mapping[str, Any]) -> list[str]:
