@@ -13,7 +13,7 @@ that make products part of other kernels.
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -52,16 +52,15 @@ class MergeProducts:
         rejects: list[Reject] = []
         notes: list[str] = []
         for siblings in self._siblings(gm):
-            groups, reasons = _grouped(siblings, self.capability)
-            for group in groups:
-                _rewrite(group)
+            reasons: list[tuple[Node, str]] = []
+            for group in _groups(siblings, self.capability, reasons):
+                changed += 1
                 if len(group) > 1:
                     notes.append(f"{', '.join(map(_where, group))} are one kernel")
-            changed += len(groups)
+                _rewrite(group)
             # What is alone has no choice but the form of its kernel, which is no refusal.
             rejects += [Reject(_where(node), reason) for node, reason in reasons if len(siblings) > 1]
         if changed:
-            torch_private.sort_graph(gm.graph)
             gm.recompile()
         return PassResult(changed, tuple(rejects), tuple(notes))
 
@@ -83,9 +82,11 @@ def _where(node: Node) -> str:
 # What can be one kernel
 
 
-def _grouped(siblings: Sequence[Node], capability: int) -> tuple[list[list[Node]], list[tuple[Node, str]]]:
-    """The calls that can be made of some products, and the reasons against others."""
-    reasons: list[tuple[Node, str]] = []
+def _groups(siblings: Sequence[Node], capability: int, reasons: list[tuple[Node, str]]) -> Iterator[list[Node]]:
+    """The calls that can be made of some products, one by one: each as the graph is after the one before was made.
+
+    The reasons against others are added to `reasons`.
+    """
     alike: dict[Any, list[Node]] = {}
     for node in siblings:
         reason = _why_apart(node, capability)
@@ -93,15 +94,16 @@ def _grouped(siblings: Sequence[Node], capability: int) -> tuple[list[list[Node]
             reasons.append((node, f"its product is a kernel of its own: {reason}"))
         else:
             alike.setdefault(tuple(_formula(node).values()), []).append(node)
-    groups: list[list[Node]] = []
+    heads = [nodes[0] for nodes in alike.values()]
+    for node in heads[1:]:
+        reasons.append((node, f"its product is not merged with that of {_other(heads[0], node)}"))
     for nodes in alike.values():
-        if groups:
-            reasons.append((nodes[0], f"its product is not merged with that of {_other(groups[0][0], nodes[0])}"))
-        for i, group in enumerate(_independent(nodes)):
-            if i:
-                reasons.append((group[0], _why_later(group[0], nodes)))
-            groups.append(group)
-    return groups, reasons
+        rest = nodes
+        while rest:
+            group, rest, reason = _independent(rest)
+            if rest:
+                reasons.append((rest[0], f"its product is not merged with siblings {reason}"))
+            yield group
 
 
 def _why_apart(node: Node, capability: int) -> str:
@@ -155,14 +157,18 @@ def _other(first: Node, node: Node) -> str:
     return f"{_where(first)}: {name} {own[name]}, there {theirs[name]}"
 
 
-def _independent(nodes: Sequence[Node]) -> list[list[Node]]:
-    """In groups of which no member needs what another computes, and that are no larger than a kernel takes."""
-    groups: list[list[Node]] = []
+def _independent(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], str]:
+    """Those of which none needs another's result, as many as a kernel takes; the rest; why the first of it is rest."""
+    group: list[Node] = []
+    rest: list[Node] = []
+    reason = ""
     for node in nodes:
-        if not groups or len(groups[-1]) == MOST or _needs(node, groups[-1]):
-            groups.append([])
-        groups[-1].append(node)
-    return groups
+        why = "that it needs the results of" if group and _needs(node, group) else ""
+        if len(group) == MOST:
+            why = why or f"of which there are {MOST}, as many as one kernel has arguments for"
+        (rest if why else group).append(node)
+        reason = reason or why
+    return group, rest, reason
 
 
 def _needs(node: Node, others: Sequence[Node]) -> bool:
@@ -177,13 +183,6 @@ def _needs(node: Node, others: Sequence[Node]) -> bool:
             seen.add(each)
             waiting += each.all_input_nodes
     return False
-
-
-def _why_later(node: Node, nodes: Sequence[Node]) -> str:
-    before = [each for each in nodes if each < node]
-    if _needs(node, before):
-        return "its product is not merged with siblings that it needs the results of"
-    return f"its product is not merged with more siblings than {MOST}, which are the arguments of one kernel"
 
 
 # The call
@@ -209,3 +208,6 @@ def _rewrite(group: Sequence[Node]) -> None:
             node.replace_all_uses_with(result)
     for node in group:
         node.graph.erase_node(node)
+    if any(made < each for each in made.all_input_nodes):
+        # The bias of a later one may be computed after the first; what follows asks what stands before what.
+        torch_private.sort_graph(made.graph)

@@ -245,7 +245,7 @@ def test_a_sibling_that_needs_the_result_of_another():
         return product(parts, b, residual=torch.relu(first)), product(parts, a, residual=start * 2)
 
     inputs = random(M, K), weight(N, K), weight(N, K, seed=2), random(M, N)
-    merged(layers, *inputs, sizes=[1, 2])
+    merged(layers, *inputs, sizes=[2, 1])
     assert reasons(layers, *inputs) == ["its product is not merged with siblings that it needs the results of"]
 
 
@@ -257,7 +257,31 @@ def test_more_siblings_than_a_kernel_has_arguments_for():
     inputs = random(M, K), weight(N, K)
     merged(layers, *inputs, sizes=[MOST, 2])
     [reason] = reasons(layers, *inputs)
-    assert reason == "its product is not merged with more siblings than 8, which are the arguments of one kernel"
+    assert reason == (
+        "its product is not merged with siblings of which there are 8, as many as one kernel has arguments for"
+    )
+
+
+def test_two_pairs_that_need_each_other_are_not_both_merged():
+    """The first of either needs nothing, the second what the first of the other computes."""
+
+    def layers(x: Tensor, y: Tensor, w: list[Tensor], start: Tensor) -> Any:
+        here, there = quantized(x), quantized(y)
+        a, b = product(here, w, residual=start), product(there, w, residual=start)
+        return product(here, w, residual=b * 2), product(there, w, residual=a * 2)
+
+    inputs = random(M, K), random(M, K, seed=2), weight(N, K), random(M, N)
+    merged(layers, *inputs, sizes=[1, 2, 1])
+
+
+def test_two_pairs_of_one_input_that_need_each_other():
+    def layers(x: Tensor, w: list[Tensor], start: Tensor) -> Any:
+        parts = quantized(x)
+        a, b = product(parts, w), product(parts, w, residual=start)
+        return product(parts, w, bias=None, residual=a * 2), product(parts, w, bias=b[0] * 2), product(parts, w)
+
+    inputs = random(M, K), weight(N, K), random(M, N)
+    merged(layers, *inputs, sizes=[2, 2, 1])
 
 
 # Random graphs
