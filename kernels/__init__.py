@@ -18,6 +18,9 @@
 - `triton_chain`: a Triton kernel for linear -> chain -> quantization; `triton_linear_chain` launches it.
 - `fused_quantize`: an operator for a quantization with what leads up to it; `template_lowering` makes one Triton kernel
   of it where Inductor compiles for a GPU, by the text in `template_sources`.
+- `linear_products`: an operator for quantized layers on one input; `product_lowering` makes one Triton kernel of it, by
+  the text in `product_sources`, where `product_forms` says that the operators of the layers would do no better.
+  `template_operands` is what both lowerings know of operands.
 - `triton_ops`: the operators on a GPU's tensors, by these kernels.
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize

@@ -14,14 +14,13 @@ from olq_fx.kernels.on_load import Maxima, fused_maxima
 from olq_fx.kernels.template_lowering import (
     Kernel,
     Target,
-    buffers_of,
     left_operand,
     on_load_blocking,
-    operand_like,
     product_text,
     tile_grid,
     with_products,
 )
+from olq_fx.kernels.template_operands import buffers_of, operand_like
 from olq_fx.kernels.template_sources import ON_LOAD_IMPORTS, OnLoad, Sink, maxima_sink, on_load_source
 from olq_fx.kernels.triton_product import constants_of, instruction_of
 

@@ -16,6 +16,7 @@ from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.fused_quantize import Body, Plain, Product, body_of, fused_quantize
 from olq_fx.kernels.on_load import maxima_of
 from olq_fx.kernels.on_load_cost import on_load_tile
+from olq_fx.kernels.template_operands import buffers_of, operand_like, side_of, tile_choices
 from olq_fx.kernels.template_sources import (
     PRODUCT_IMPORTS,
     ROW_IMPORTS,
@@ -206,14 +207,14 @@ def with_products(target: Target, products: Sequence[Product]) -> list[Any]:
         inputs += [] if each.bias is None else [torch_templates.contiguous(each.bias)]
     source = product_source(side, texts, constants, _inputs(target), len(target.body.kept), width, target.sink)
     kernel = Kernel(target.kernel, source, PRODUCT_IMPORTS, tile_grid)
-    return target.launched(kernel, _tiles(blocking), inputs)
+    return target.launched(kernel, tile_choices(blocking), inputs)
 
 
 def left_operand(product: Product, capability: int) -> tuple[Operand, Side | OnLoad, list[Any]]:
     """The activations of a product: as a kernel sees them, in its text, and in memory."""
     if not product.rule:
         found = operand_like(product.x, product.activation_format)
-        return found, _side("A", found), buffers_of(product.x, product.activation_format)
+        return found, side_of("A", found), buffers_of(product.x, product.activation_format)
     format, rows = get_format(product.activation_format), torch_templates.hint(product.x[0].get_size()[0])
     specs = numerics.part_specs(format, rows, product.k)
     found = operand_of([torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs], format.name)
@@ -227,7 +228,7 @@ def product_text(number: int, product: Product, weight: Operand, blocking: Block
     """A product in a source."""
     bias = "" if product.bias is None else f"BIAS{number}"
     uniform = weight.outer == "k" and weight.group % blocking.block_n == 0 and product.first % weight.group == 0
-    return ProductText(_side(f"B{number}", weight), bias, product.first, weight.codes.shape[0], uniform)
+    return ProductText(side_of(f"B{number}", weight), bias, product.first, weight.codes.shape[0], uniform)
 
 
 def on_load_blocking(
@@ -236,19 +237,6 @@ def on_load_blocking(
     """An analytic choice for (m, n) of operands of which the first is quantized on load."""
     block_k = tile_blocking_of(m, n, k, *operands, instruction, capability).block_k
     return on_load_tile(m, n, instruction.dot, capability, block_k)
-
-
-def _tiles(first: Blocking) -> list[Blocking]:
-    """The analytic choice; where Inductor may measure, others that need no other text."""
-    if not torch_templates.wants_tuning():
-        return [first]
-    others = [
-        dataclasses.replace(first, block_m=block_m, num_warps=warps, num_stages=stages)
-        for block_m in {max(16, first.block_m // 2), first.block_m, 2 * first.block_m}
-        for warps in (4, 8)
-        for stages in (2, 3, 4)
-    ]
-    return [first, *(each for each in others if each != first)]
 
 
 def _blocking(target: Target, a: Operand, weights: Sequence[Operand], k: int, on_load: bool) -> Blocking:
@@ -260,31 +248,6 @@ def _blocking(target: Target, a: Operand, weights: Sequence[Operand], k: int, on
         found = on_load_blocking(rows, columns, k, (a, weights[0]), instruction, target.capability)
         return dataclasses.replace(found, block_n=max(found.block_n, target.format.group[1] or 1))
     return chain_blocking(rows, columns, k, a, weights[0], instruction, target.format, chain, target.capability)
-
-
-def operand_like(parts: Sequence[Any], format: str) -> Operand:
-    """The operand that a kernel sees, of tensors without values."""
-    shapes = [
-        torch.empty([torch_templates.hint(extent) for extent in part.get_size()], dtype=part.get_dtype(), device="meta")
-        for part in parts
-    ]
-    return operand_of(shapes, format)
-
-
-def _side(name: str, operand: Operand) -> Side:
-    return Side(name, operand.inner_scale is not None, operand.outer_scale is not None, operand.constants)
-
-
-def buffers_of(parts: Sequence[Any], format: str) -> list[Any]:
-    """The parts in the order of `Side.arguments`: codes and coarse scales row by row, others by their strides."""
-    if not format:
-        return [torch_templates.contiguous(parts[0])]
-    codes, scale, *rest = parts
-    return [
-        torch_templates.contiguous(codes),
-        torch_templates.realized(scale),
-        *(torch_templates.contiguous(part) for part in rest),
-    ]
 
 
 # Rows

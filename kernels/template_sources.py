@@ -53,10 +53,15 @@ class Side:
     @property
     def pointers(self) -> str:
         """Codes, inner and outer scales, as `sum_over` takes them: codes and inner scales as bytes."""
+        return ", ".join(self.each_pointer)
+
+    @property
+    def each_pointer(self) -> tuple[str, str, str]:
+        """The same, one by one."""
         plain = self.constants[0] == "plain"
         codes = self.name if plain else _bytes(self.name)
         inner = _bytes(f"{self.name}_INNER") if self.inner else "None"
-        return f"{codes}, {inner}, {self.outer_pointer}"
+        return codes, inner, self.outer_pointer
 
     @property
     def outer_pointer(self) -> str:

@@ -9,6 +9,7 @@ API:
     use_tuned(*tables)                          puts tables in front of those in use, for a context
     blocking_for(problem, capability, device)   the blocking of the first table that knows the problem, or None
     tuned(family, x, ...)                       the same, of a call
+    state() -> str                              what is in use, for the keys of caches
 
 A table is followed on the GPU that it names, with the triton and the kernels that it was made with, and nowhere else.
 What is in use is a context variable: another thread, or another task, has tables of its own.
@@ -22,6 +23,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -280,6 +282,12 @@ def blocking_for(problem: Problem, capability: int, device: torch.device) -> Blo
             continue
         return choice.blocking
     return None
+
+
+def state() -> str:
+    """What is in use as text, for the keys of code that was compiled with a look at it."""
+    tables = (*_USED.get(), *shipped())
+    return hashlib.sha256(repr(tables).encode()).hexdigest()[:16] if tables else ""
 
 
 @functools.cache

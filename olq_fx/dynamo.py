@@ -181,7 +181,8 @@ class Backend:
         if frame is not None:
             _guard_weights(frame, gm, {position.index: live[position.index] for position in positions})
         compiled = self._shared(job.key(positions), Compiled(positions, job.variant, job.prepare))
-        compiled.compile(live, job.variant)
+        with following(self._tuned):
+            compiled.compile(live, job.variant)
         return functools.partial(_following, self._tuned, compiled) if self._tuned else compiled
 
     def _shared(self, key: Any, compiled: Compiled) -> Compiled:

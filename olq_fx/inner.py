@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from olq_fx import errors, kernels, passes, torch_private
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, nearest
-from olq_fx.kernels import fused_quantize, ops
+from olq_fx.kernels import fused_quantize, linear_products, ops, tuned_tables
 from olq_fx.late_decomposition import LateDecompositions
 from olq_fx.passes import pipeline
 from olq_fx.passes.dumps import Dumps, difference, operators_of
@@ -89,13 +89,14 @@ class Inner:
             late = LateDecompositions(ops.quantization(), torch_private.inductor_decompositions(), ops.stays_whole)
             fuse = torch_private.fuses_epilogues(settings)
             fused_quantize.prepare()
+            linear_products.prepare()
             found = torch_private.compile_inductor(
                 gm,
                 inputs,
                 decompositions={**ops.decompositions(), **late.table()},
                 rewrite=_rewriting(late, fuse, refuse, note, dump_dir),
                 options=settings,
-                cache_tag=f"olq_fx:{sources()}:{tag}",
+                cache_tag=f"olq_fx:{sources()}:{tag}:{tuned_tables.state()}",
             )
             return found
         keywords: dict[str, Any] = {} if mode is None else {"mode": mode}

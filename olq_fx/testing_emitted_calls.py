@@ -54,6 +54,8 @@ _ORIGIN = re.compile(
     re.MULTILINE,
 )
 _BODY = re.compile(r"olq_fx_fused_quantize\]\(args = \((body_\w+),")
+_LAYERS = re.compile(r"olq_fx_linear_products\]\(args = \(\[.*?\], [^,]*, (.*)")
+_LAYER = re.compile(r"\(\[%")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,8 +116,12 @@ def origins_of(source: str) -> dict[str, tuple[str, ...]]:
     found = {}
     for operators, comments, name in _ORIGIN.findall(source):
         bodies = _BODY.findall(comments)
-        named = (each for each in operators.split(", ") if not (bodies and each == QUANTIZE))
-        found[name] = (*named, *(each for body in bodies for each in (*_operators_of(body), QUANTIZE)))
+        layers = sum(len(_LAYER.findall(call)) for call in _LAYERS.findall(comments))
+        # Inductor counts a quantization to the kernel that first asked for its result.
+        known = {QUANTIZE} if bodies else {QUANTIZE, PRODUCT} if layers else set()
+        named = (each for each in operators.split(", ") if each not in known)
+        inlined = (each for body in bodies for each in (*_operators_of(body), QUANTIZE))
+        found[name] = (*[PRODUCT] * layers, *named, *inlined)
     return found
 
 

@@ -6,6 +6,7 @@
 - `canonicalize`, `annotate`, `swap`, `share_quantization`, `fuse_residual`, `clean_up`: the passes.
 - `fuse_quantize`: a late pass, on the graph of aten operators; `row_regions` finds what leads up to a quantization,
   `region_bodies` says it as a graph of matrices, `body_stages` as graphs of scalars.
+- `merge_products`: a late pass after it, for the products that are left: those of one input are one kernel.
 - `canonical`: the form of a linear layer between them.
 - `dumps`: the graph before and after each pass, for people.
 - `capture`: the same matching for `quantize_(example_inputs=...)`.

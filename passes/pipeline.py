@@ -21,6 +21,7 @@ from olq_fx.passes.dumps import Dumps, difference, operators_of
 from olq_fx.passes.fuse_quantize import FuseQuantize
 from olq_fx.passes.fuse_residual import FuseResidual
 from olq_fx.passes.fxtools import value_of
+from olq_fx.passes.merge_products import MergeProducts
 from olq_fx.passes.open_attention import OpenAttention
 from olq_fx.passes.share_quantization import ShareQuantization
 from olq_fx.passes.swap import Swap
@@ -36,7 +37,10 @@ PASSES: tuple[Callable[[Context], Pass], ...] = (
 )
 """What runs, in this order; each entry says why it stands there."""
 
-LATE_PASSES: tuple[Callable[[], Pass], ...] = (FuseQuantize,)
+LATE_PASSES: tuple[Callable[[], Pass], ...] = (
+    FuseQuantize,  # first: a product in the kernel of a quantization is no kernel of its own
+    MergeProducts,  # what is left of products
+)
 """What runs on the graph of aten operators that AOTAutograd makes, where what is pointwise is one kind of node."""
 
 

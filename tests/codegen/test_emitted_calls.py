@@ -124,5 +124,8 @@ def test_every_call_of_a_block_is_seen(emitter: Emitter, scheme: str):
     templates = {kernel.name for kernel in code.kernels if kernel.is_template}
     assert {call.name for call in calls if call.kind == "template"} == templates
     assert all(call.operators for call in calls if call.kind != "operator")
+    layers = [call.operators.count("olq_fx.quantized_linear") for call in calls if call.kind == "template"]
+    assert sum(layers) == 7
+    assert 3 in layers
     assert sum(call.moved for call in calls) < sum(call.moved for call in plain)
     assert sum(call.only_quantizes for call in calls) == bool(SCHEMES[scheme].linear.activation)

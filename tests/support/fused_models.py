@@ -154,6 +154,31 @@ class Captured(nn.Module):
         return self.down(functional.silu(y)), x
 
 
+class Projections(nn.Module):
+    """Queries, keys and values of grouped heads, none of whole tiles; then another product with a residual."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, columns, bias=bias) for columns in (136, 40, 40, 72))
+
+    def forward(self, x: Tensor, other: Tensor, stream: Tensor) -> tuple[Tensor, ...]:
+        # With a reduction before it a quantization is one of our templates, which the interpreter is quick with.
+        x, other = (each + 0 * each.mean(-1, keepdim=True) for each in (x, other))
+        return self.q(x), self.k(x), self.v(x), stream + self.o(other)
+
+
+class Activated(nn.Module):
+    """A layer whose result is computed with element by element, and not quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(D, 72)
+
+    def forward(self, x: Tensor, row: Tensor) -> Tensor:
+        x = x + 0 * x.mean(-1, keepdim=True)
+        return torch.relu(self.o(x)) * row - 0.25
+
+
 BLOCKS: dict[str, Any] = {
     "llama": Llama,
     "qwen3": lambda: Llama(norm=True),
@@ -175,6 +200,19 @@ def captured(dtype: str = "bfloat16") -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
     return Captured().to(kind).eval(), [torch.randn(BATCH, ROWS, D, dtype=kind)]
+
+
+def projections(rows: int = ROWS, dtype: str = "bfloat16", bias: bool = False) -> tuple[nn.Module, list[Tensor]]:
+    """Siblings and one layer apart, and their inputs."""
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    return Projections(bias).to(kind).eval(), [torch.randn(rows, columns, dtype=kind) for columns in (D, D, 72)]
+
+
+def activated(rows: int = ROWS) -> tuple[nn.Module, list[Tensor]]:
+    """A layer with more after it than a quantization, and its inputs."""
+    torch.manual_seed(0)
+    return Activated().bfloat16().eval(), [torch.randn(rows, columns, dtype=torch.bfloat16) for columns in (D, 1)]
 
 
 def normed(columns: int) -> tuple[nn.Module, list[Tensor]]:
