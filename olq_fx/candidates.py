@@ -5,7 +5,7 @@ API:
     module_paths(model) -> tuple[str, ...]            every path that a pattern could mean (for messages)
     ModulePaths(model)                                the same, read when it is asked for
     parameter_bytes(model) -> int                     of all parameters, shared ones once, in original precision
-    combine(tree, graph) -> tuple[Candidate, ...]     the tree's candidates, with what a traced graph knows better
+    combine(tree, graph, whole=False) -> tuple[Candidate, ...]     the tree's, with what a traced graph knows better
 
 What names its own reduction axis is known to be linear: nn.Linear, transformers' Conv1D, nn.MultiheadAttention. Any
 other 2-D parameter has an unknown use (`x @ w` and `x @ w.T` cannot be told apart here).
@@ -30,6 +30,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Element types of weights that can be converted."""
 
 USE_UNKNOWN = "use unknown; pass example_inputs or use backend()"
+NOT_USED = "the traced call does not use it"
 _TWO_ORIENTATIONS = "it is used both as (N, K) and as (K, N), so that its reduction axis is not one"
 
 
@@ -259,20 +260,25 @@ def parameter_bytes(model: nn.Module) -> int:
     return Parameters(model).bytes
 
 
-def combine(tree: Iterable[Candidate], graph: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def combine(tree: Iterable[Candidate], graph: Iterable[Candidate], *, whole: bool = False) -> tuple[Candidate, ...]:
     """The candidates of the module tree with what a traced graph adds: uses that the tree could not know.
 
     Args:
         tree: of `candidates_of`.
         graph: the weights whose use a graph shows. A weight that is used by an operation other than a linear layer
             says so in `left_alone`; one that is in the graph only is added.
+        whole: whether there are no other graphs: what this one does not show as a linear layer's is none then.
     """
     traced = {name: candidate for candidate in graph for name in candidate.names}
     combined: list[Candidate] = []
     known: set[str] = set()
     for candidate in tree:
         found = next((traced[name] for name in candidate.names if name in traced), None)
-        combined.append(candidate if found is None else _enrich(candidate, found))
+        enriched = candidate if found is None else _enrich(candidate, found)
+        if whole and not enriched.use_known and not enriched.blocked:
+            why = NOT_USED if found is None else found.left_alone or found.blocked
+            enriched = dataclasses.replace(enriched, blocked=why)
+        combined.append(enriched)
         known.update(candidate.names)
     added = dict.fromkeys(c for c in traced.values() if not known.intersection(c.names))
     return (*combined, *added)

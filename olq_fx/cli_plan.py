@@ -61,4 +61,4 @@ def _traced(model: nn.Module, inputs: object, meta: bool) -> tuple[Candidate, ..
         used = linear_uses(model, (), call)
     else:
         used = linear_uses(model, (call,) if isinstance(call, Tensor) else call)
-    return combine(candidates_of(model), used)
+    return combine(candidates_of(model), used, whole=True)

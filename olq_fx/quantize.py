@@ -108,4 +108,4 @@ def _traced(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any])
     else:
         one = isinstance(example_inputs, torch.Tensor)
         found = linear_uses(model, (example_inputs,) if one else tuple(example_inputs))
-    return combine(candidates_of(model), found)
+    return combine(candidates_of(model), found, whole=True)

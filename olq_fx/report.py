@@ -87,7 +87,7 @@ class Report:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Paths of the weights that wait for their data."""
+        """Paths of the weights that wait for their data, or for a graph that uses them as a linear layer does."""
         return _paths(self.rows("pending"))
 
     @property
@@ -128,11 +128,14 @@ class Report:
 
         Raises:
             PlanError: a pattern or request was without effect (`strict=False`, or code without a root module), or a
-                weight still waits for its data.
+                weight still waits for its data, or for a graph that uses it as a linear layer.
         """
         found = list(self.plan.problems)
-        if self.pending:
-            found.append(f"without data yet: {', '.join(self.pending[:5])}")
+        waiting = self.rows("pending")
+        found += [f"{row.path} is not converted: it {row.reason}" for row in waiting[:5] if row.reason]
+        without_data = [row.path for row in waiting if not row.reason]
+        if without_data:
+            found.append(f"without data yet: {', '.join(without_data[:5])}")
         if found:
             raise PlanError("; ".join(found))
         return self

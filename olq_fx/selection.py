@@ -167,7 +167,8 @@ def _refuse_nothing(config: QuantizationConfig, candidates: Sequence[Candidate],
     reasons = sorted(counts.items(), key=lambda item: -len(item[1]))
     described = [f"{paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: {why}" for why, paths in reasons]
     protected = any(
-        c.left_alone and v.reason.startswith(c.left_alone) for c, v in zip(candidates, verdicts, strict=True)
+        c.left_alone and not c.obstacle and v.reason.startswith(c.left_alone)
+        for c, v in zip(candidates, verdicts, strict=True)
     )
     hint = "; 'include' opts in what is left alone by default" if protected else ""
     raise PlanError(f"nothing would be quantized; {listed(described)}{hint}")

@@ -31,6 +31,7 @@ from olq_fx.report import Report
 from olq_fx.weights import QuantizedWeight
 
 _NOT_SEEN = "no compiled graph has used it so far"
+_WAITS = "waits for a graph that uses it as a linear layer; {}"
 
 
 class Session:
@@ -142,7 +143,9 @@ class Sessions:
             parameter_bytes=sum(parameter_bytes(module) for module in trees),
         )
         now = {path: _as_it_is(row, converted[path]) for path, row in session.done.items()}
-        plan = dataclasses.replace(plan, rows=tuple(now.get(row.path, row) for row in plan.rows))
+        unseen = {c.path: _WAITS.format(c.left_alone or _NOT_SEEN) for c in known if c.path in waiting}
+        rows = [now.get(row.path, row) for row in plan.rows]
+        plan = dataclasses.replace(plan, rows=tuple(_waiting(row, unseen.get(row.path, "")) for row in rows))
         report = Report(plan)
         for path, row in session.done.items():
             report.mark(path, "overridden" if row.decision == "override" else "converted")
@@ -201,6 +204,11 @@ def _as_planned(candidate: Candidate, row: PlanRow | None) -> Candidate:
     if row is None or row.slot is None or candidate.current is None or candidate.current.weight != row.slot.weight:
         return candidate
     return dataclasses.replace(candidate, current=row.slot, current_rules=(row.weight_rule, row.activation_rule))
+
+
+def _waiting(row: PlanRow, reason: str) -> PlanRow:
+    """A row that is planned, with the reason why it is not converted yet."""
+    return dataclasses.replace(row, reason=reason) if reason and row.decision == "quantize" else row
 
 
 def _as_it_is(row: PlanRow, candidate: Candidate) -> PlanRow:

@@ -231,6 +231,25 @@ def test_pattern_may_name_what_only_a_later_graph_shows(inner: Count, path: str)
     assert backend.report.check()
 
 
+def test_named_weight_that_no_graph_uses_as_a_linear_layer_waits_and_says_why(inner: Count):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.doubled = nn.Linear(K, K), parameter()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.layer(x), self.doubled * 2)
+
+    backend = olq_fx.backend({"linear": "int8", "include": ["doubled"]}, inner=inner)
+    torch.compile(Model(), backend=backend)(X)
+    assert backend.report.converted == ("layer.weight",)
+    why = "waits for a graph that uses it as a linear layer; used by operator.mul, which is no linear layer"
+    assert backend.report.plan.lookup("doubled").reason == why
+    with pytest.raises(PlanError) as error:
+        backend.report.check()
+    assert str(error.value) == f"doubled is not converted: it {why}"
+
+
 def test_break_in_a_loop_keeps_full_paths(inner: Count):
     """Dynamo gives the frame up and compiles each layer; the root is still what torch.compile was given."""
 

@@ -210,13 +210,14 @@ def test_15_a_model_without_candidates_is_an_error(route, unchanged):
 
 @pytest.mark.parametrize("keys", list(itertools.permutations(["ignore", "targets"])), ids=str)
 @pytest.mark.parametrize("ignored", ["q_proj", "q_proj.weight", "re:q_", "q_*"])
-def test_16_ignore_and_targets_naming_one_layer_is_an_error(route, unchanged, keys, ignored):
+@pytest.mark.parametrize("target", ["q_proj", "[qo]_proj"])
+def test_16_ignore_and_targets_naming_one_layer_is_an_error(route, unchanged, keys, ignored, target):
+    """Also where the target has other layers beside it, so that it is not without effect."""
     case = model_case("llama_block")
-    values = {"ignore": [ignored], "targets": {"q_proj": "mxfp8", "o_proj": "mxfp8"}}
+    values = {"ignore": [ignored], "targets": {target: "mxfp8", "o_proj": "mxfp8"}}
     with unchanged(case.model), pytest.raises(PlanError) as caught:
         route(case.model, {key: values[key] for key in keys}, *case.args)
-    assert "q_proj" in str(caught.value)
-    assert ignored in str(caught.value)
+    assert f"q_proj.weight matches both ignore {ignored!r} and targets {target!r}" in str(caught.value)
 
 
 class Block(nn.Module):

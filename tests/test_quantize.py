@@ -258,6 +258,40 @@ def test_a_call_that_cannot_be_traced_is_an_error(unchanged: Unchanged):
         quantize_(model, "int8", example_inputs=(torch.randn(2, 47),))
 
 
+class Doubled(nn.Module):
+    """A layer, a weight that is used in another way, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.doubled, self.unused = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.layer(x), self.doubled * 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("doubled", "used by operator.mul, which is no linear layer"),
+        ("unused", "the traced call does not use it"),
+    ],
+)
+def test_what_an_example_shows_is_the_reason(path: str, why: str, unchanged: Unchanged):
+    x = (torch.randn(2, 16),)
+    for key in ("include", "targets"):
+        model = Doubled()
+        config = {"linear": "int8", "include": [path]} if key == "include" else {"targets": {path: "int8"}}
+        with unchanged(model), pytest.raises(PlanError) as error:
+            quantize_(model, config, example_inputs=x)
+        assert str(error.value) == f"{key}: {path!r} names {path}, which cannot be quantized: {why}"
+    report = quantize_(model, "int8", example_inputs=x)
+    assert (report.converted, report.plan.lookup(path).reason) == (("layer.weight",), why)
+    with pytest.raises(PlanError, match="nothing would be quantized") as error:
+        quantize_(Doubled(), {"linear": "int8", "ignore": ["layer"]}, example_inputs=x)
+    assert "opts in" not in str(error.value)
+
+
 def test_example_inputs_of_a_model_on_meta_and_of_a_compiled_one():
     with torch.device("meta"):
         model = Mlp()
