@@ -134,6 +134,13 @@ def launch(
     return made
 
 
+def fuse_nothing_into(buffer: Any) -> None:
+    """Let what follows a kernel that stores its results by itself stay outside of it."""
+    from torch._inductor.virtualized import V
+
+    V.graph.no_fuse_buffer_names.add(buffer.get_name())
+
+
 def register_lowering(operator: Any, lowering: Callable[..., Any]) -> None:
     """Let Inductor lower calls of an operator of ours by `lowering`."""
     from torch._inductor.lowering import lowerings
