@@ -153,7 +153,7 @@ def test_kernels_become_machine_code_without_spills(
     emitter: Emitter, compiler: Compiler, scheme: str, capability: int, rows: int
 ):
     """With the matrix instruction of stored codes, on every GPU, for few tiles and for many."""
-    code = emitter.emit(fused_models.feed_forward, scheme, rows, capability=capability)
+    code = emitter.emit(fused_models.feed_forward_on_load, scheme, rows, capability=capability)
     kernels = [kernel for kernel in code.kernels if "sum_on_load(" in kernel.source or "raise_maxima(" in kernel.source]
     assert len(kernels) == 2, code.reasons
     for kernel in kernels:
