@@ -25,7 +25,7 @@ from olq_fx.kernels.device import (
 )
 from olq_fx.kernels.device_scales import plain_scale
 from olq_fx.kernels.triton_encode import encode_groups
-from olq_fx.kernels.triton_matmul import accumulated_rows, constant_scale, dot, finish, scaled
+from olq_fx.kernels.triton_matmul import accumulated_rows, constant_scale, dot, scaled
 from olq_fx.kernels.triton_operands import block_scaled, load_plain, operand
 
 
@@ -182,9 +182,3 @@ def with_units(
     if (COARSE == 0) or (B_OUTER == "const") or (B_OUTER == "reciprocal"):
         value = scaled(value, tl.broadcast_to(left[:, None], value.shape), tl.broadcast_to(right[None, :], value.shape))
     return value
-
-
-@triton.jit
-def write_product(value, bias, residual, out, rows, columns, M, N):
-    """Bias, one rounding, residual, written to `out` (M, N), of sums by `with_units`."""
-    finish(value, None, None, bias, residual, out, rows, columns, M, N, 0, 0, "", "", 1, 1, False)

@@ -12,6 +12,7 @@ from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.fused_quantize import Plain, Product, body_of
 from olq_fx.kernels.on_load import Maxima, fused_maxima
 from olq_fx.kernels.template_lowering import (
+    NAMES,
     Kernel,
     Target,
     left_operand,
@@ -100,7 +101,7 @@ def lower_linear(
     instruction = instruction_of(a, b, k, capability)
     m = x[0].get_size()[0]
     blocking = on_load_blocking(torch_templates.hint(m), n, k, (a, b), instruction, capability)
-    constants = {**constants_of(a, b, instruction, blocking, k), "K": k}
+    constants = {**constants_of(a, b, instruction, blocking, k), "K": k, "DTYPE": NAMES[dtype]}
     source = on_load_source(side, product_text(0, product, b, blocking), constants, residual is not None)
     inputs += buffers_of(weight, weight_format)
     inputs += [torch_templates.contiguous(each) for each in (bias, residual) if each is not None]

@@ -39,7 +39,7 @@ from olq_fx.kernels.triton_product import (
 )
 from olq_fx.kernels.triton_quantize import by_row, coarse_columns
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FLOAT8 = 89
 _ROW_ELEMENTS = 2048
 _WARP_ELEMENTS = 512
@@ -123,6 +123,7 @@ class Target:
         made = torch_templates.launch(
             kernel.name, choices, inputs, outputs, self.like, self.shape, bodies, self.tensors
         )
+        torch_templates.fuse_nothing_into(made)
         return [made, *outputs]
 
 
@@ -198,7 +199,7 @@ def with_products(target: Target, products: Sequence[Product]) -> list[Any]:
     constants = {
         **constants_of(a, weights[0], instruction, blocking, shared.k),
         "K": shared.k,
-        "DTYPE": _NAMES[shared.dtype],
+        "DTYPE": NAMES[shared.dtype],
     }
     texts = []
     for i, (each, operand) in enumerate(zip(products, weights, strict=True)):
@@ -261,7 +262,7 @@ def _with_rows(target: Target, zeros: Sequence[int]) -> list[Any]:
     width = target.shape[1]
     # Groups of the widest kind lie within a tile.
     log = (max(128, width, coarse_columns(target.format)) - 1).bit_length()
-    stages = [(stage.reduction, _NAMES[stage.dtype]) for stage in target.body.stages if stage.reduction]
+    stages = [(stage.reduction, NAMES[stage.dtype]) for stage in target.body.stages if stage.reduction]
     constants = {**target.constants, "LOG_ROW": log}
     source = row_source(stages, constants, _inputs(target), len(target.body.kept), width, zeros)
     block_m = max(1, _ROW_ELEMENTS >> log)

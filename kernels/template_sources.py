@@ -16,7 +16,8 @@ PRODUCT_IMPORTS = (
 )
 
 ON_LOAD_IMPORTS = (
-    "from olq_fx.kernels.device_maxima import row_units, sum_on_load, with_units, write_product\n"
+    "from olq_fx.kernels.device_maxima import row_units, sum_on_load, with_units\n"
+    "from olq_fx.kernels.device_producers import rounded_to\n"
     "from olq_fx.kernels.triton_matmul import tile_at"
 )
 
@@ -233,26 +234,35 @@ def maxima_sink(wide: int, parts: int, finite: bool) -> Sink:
 
 
 def on_load_source(x: OnLoad, product: ProductText, constants: Mapping[str, Any], residual: bool) -> str:
-    """The kernel that multiplies values which it quantizes as it loads them, and writes their product.
+    """The kernel that multiplies values which it quantizes as it loads them.
+
+    Inductor stores the product, or what it makes of it.
 
     Args:
         x: the values.
         product: with all of its columns.
-        constants: those of `triton_product.constants_of`, with K.
+        constants: those of `triton_product.constants_of`, with K and DTYPE.
         residual: whether one is added.
     """
     bias = (product.bias,) if product.bias else ()
     names = [*x.arguments, *product.weight.arguments, *bias, *(("RESIDUAL",) if residual else ())]
-    return "\n".join(
-        [
-            *_head(names, constants, product.rows),
-            *x.unit(),
-            "    columns = first + tl.arange(0, BLOCK_N)",
-            *x.sums(0, product, constants),
-            f"    write_product(y0, {product.bias or None}, {'RESIDUAL' if residual else None}, {{{{output()}}}},",
-            "        rows, columns, M, WIDTH)\n",
+    lines = [*_head(names, constants, product.rows), *x.unit(), "    columns = first + tl.arange(0, BLOCK_N)"]
+    lines += [
+        *x.sums(0, product, constants),
+        "    m = rows.to(tl.int64)[:, None]",
+        "    n = columns[None, :]",
+        "    inside = (m < M) & (n < WIDTH)",
+    ]
+    if product.bias:
+        lines.append(f"    y0 += tl.load({product.bias} + n, mask=n < WIDTH, other=0.0).to(tl.float32)")
+    lines.append(f"    y0 = rounded_to(y0, {constants['DTYPE']!r})")
+    if residual:
+        lines += [
+            "    more = tl.load(RESIDUAL + (n + WIDTH * m), mask=inside, other=0.0).to(tl.float32)",
+            f"    y0 = rounded_to(y0 + more, {constants['DTYPE']!r})",
         ]
-    )
+    lines.append('    {{store_output(("m", "n"), "y0", "inside", val_shape=("BLOCK_M", "BLOCK_N"))}}')
+    return "\n".join(lines) + "\n"
 
 
 def _product(i: int, x: Side | OnLoad, each: ProductText, constants: Mapping[str, Any]) -> list[str]:

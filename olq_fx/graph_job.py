@@ -167,10 +167,10 @@ class GraphJob:
         if self._session is not None and self._session.report is not None:
             self._session.report.refuse(name, where, reason)
 
-    def _note(self, name: str, where: str, text: str) -> None:
-        """Put a choice of a pass into the report."""
+    def _note(self, text: str) -> None:
+        """Put a line of a pass into the report."""
         if self._session is not None and self._session.report is not None:
-            self._session.report.note(f"{name} at {where}: {text}")
+            self._session.report.note(text)
 
     def _next_dump(self) -> Path | None:
         self._variants += 1

@@ -68,7 +68,7 @@ class Inner:
         options: dict[str, Any] | None = None,
         tag: str = "",
         refuse: Callable[[str, str, str], None] = lambda name, where, reason: None,
-        note: Callable[[str, str, str], None] = lambda name, where, text: None,
+        note: Callable[[str], None] = lambda text: None,
         dump_dir: Path | None = None,
     ) -> Callable[..., Any]:
         """Compile a graph.
@@ -79,7 +79,7 @@ class Inner:
             mode, options: as given to torch.compile: Inductor's settings, or keywords of another compiler.
             tag: what else the compiled code depends on.
             refuse: is told what passes on the graph of aten operators refuse: the pass, where, and why.
-            note: is told what they choose: the pass, where, and which with its reason.
+            note: is told what else of them a user should know.
             dump_dir: a folder for these graphs before and after each pass.
         """
         if self.watch is not None:
@@ -110,7 +110,7 @@ def _rewriting(
     late: LateDecompositions,
     fuse: bool,
     refuse: Callable[[str, str, str], None],
-    note: Callable[[str, str, str], None],
+    note: Callable[[str], None],
     dump_dir: Path | None,
 ) -> Callable[[GraphModule], None]:
     """What is done to each graph of aten operators, forward or backward, that AOTAutograd makes of one graph."""
@@ -121,8 +121,8 @@ def _rewriting(
         for record in pipeline.run_late(graph, dumps, fuse=fuse):
             for reject in record.rejects:
                 refuse(record.name, reject.where, reject.reason)
-            for choice in record.notes:
-                note(record.name, choice.where, choice.text)
+            for text in record.notes:
+                note(text)
         before = operators_of(graph) if dumps else {}
         changed = late.expand(graph)
         if dumps:

@@ -114,7 +114,7 @@ class EmittedCode:
         capability: of the GPU.
         reasons: what passes on the graph of aten operators refused: the pass, the place, and why.
         ways: the ways to launch each kernel, by its name.
-        choices: what these passes chose: the pass, the place, and which with its reason.
+        notes: what else these passes say of what they did.
     """
 
     source: str
@@ -122,7 +122,7 @@ class EmittedCode:
     capability: int
     reasons: tuple[str, ...] = ()
     ways: Mapping[str, tuple[Launch, ...]] = dataclasses.field(default_factory=dict)
-    choices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> tuple[EmittedKernel, ...]:
@@ -204,9 +204,9 @@ def emitted(
     torch.compiler.reset()
     backend: Any = on_gpu(compile_plain, capability)
     refused: list[str] = []
-    chosen: list[str] = []
+    notes: list[str] = []
     if config is not None:
-        inner: Any = _InnerForGpu("inductor", None, capability=capability, refused=refused, chosen=chosen)
+        inner: Any = _InnerForGpu("inductor", None, capability=capability, refused=refused, notes=notes)
         backend = olq_fx.backend(config, inner=inner, dump_dir=dump_dir)
     settings: dict[str, Any] = {} if options is None or config is None else {"options": options}
     compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True, **settings)
@@ -225,7 +225,7 @@ def emitted(
 
     with without_machine_code(noted):
         [source] = torch_private.inductor_sources(call)
-    return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(refused), ways, tuple(chosen))
+    return EmittedCode(source, tuple(_plain(value) for value in given), capability, tuple(refused), ways, tuple(notes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,12 +235,12 @@ class _InnerForGpu(Inner):
     Attributes:
         capability: of the GPU.
         refused: gets what passes on the graph of aten operators refuse.
-        chosen: gets what they choose.
+        notes: gets what else they say.
     """
 
     capability: int
     refused: list[str]
-    chosen: list[str]
+    notes: list[str]
 
     def compile(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **told: Any) -> Callable[..., Any]:
         """Compile a graph of tensors that are elsewhere."""
@@ -248,11 +248,8 @@ class _InnerForGpu(Inner):
         def refuse(name: str, where: str, reason: str) -> None:
             self.refused.append(f"{name}: {where}: {reason}")
 
-        def note(name: str, where: str, text: str) -> None:
-            self.chosen.append(f"{name}: {where}: {text}")
-
         def compile_moved(graph: torch.fx.GraphModule, moved: Sequence[Any]) -> Any:
-            return Inner.compile(self, graph, moved, **{**told, "refuse": refuse, "note": note})
+            return Inner.compile(self, graph, moved, **{**told, "refuse": refuse, "note": self.notes.append})
 
         compiled: Callable[..., Any] = on_gpu(compile_moved, self.capability)(gm, inputs)
         return compiled

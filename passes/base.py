@@ -2,8 +2,7 @@
 
     Context      what all passes of one compilation are told: the weights to quantize, whether gradients flow
     Reject       a refusal: where, and the reason in words
-    Note         a choice: where, and which, with its reason
-    PassResult   how many places were changed, the refusals and the choices
+    PassResult   how many places were changed, and the refusals
     Pass         the protocol; a pass rewrites the graph in place, or leaves it as it was where it refuses
 
 A pass knows neither timing nor dumps nor verification: `pipeline.run` does those. Run twice, it changes nothing the
@@ -65,20 +64,12 @@ class Reject:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Note:
-    """A choice of a pass that a user may want to know: where, and which, with its reason."""
-
-    where: str
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass did: the number of places changed, what it refused, and what it chose."""
+    """What a pass did: the number of places changed, what it refused, and lines for the user."""
 
     changed: int
     rejects: tuple[Reject, ...] = ()
-    notes: tuple[Note, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Pass(Protocol):

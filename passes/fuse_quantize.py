@@ -27,7 +27,7 @@ from olq_fx.formats import get_format
 from olq_fx.kernels import support
 from olq_fx.kernels.fused_quantize import Product, fused_quantize, remember
 from olq_fx.kernels.on_load import fused_maxima, maxima_of
-from olq_fx.passes.base import Note, PassResult, Reject
+from olq_fx.passes.base import PassResult, Reject
 from olq_fx.passes.body_stages import cut, name_of
 from olq_fx.passes.fxtools import caller, tensor_of
 from olq_fx.passes.on_load import read_on_load, readers_on_load, result, zeroed
@@ -57,7 +57,7 @@ class FuseQuantize:
         """Fuse what can be fused."""
         fused = 0
         rejects: list[Reject] = []
-        notes: list[Note] = []
+        notes: list[str] = []
         for node in [each for each in gm.graph.nodes if each.target is _QUANTIZE]:
             x = tensor_of(node.args[0])
             if x is None or x.device.type not in self.devices or x.dtype not in DTYPES:
@@ -70,7 +70,7 @@ class FuseQuantize:
             outcome = _fuse(node)
             fused += outcome.fused
             rejects += [Reject(where, outcome.reason)] if outcome.reason else []
-            notes += [Note(where, outcome.note)] if outcome.note else []
+            notes += [f"{where}: {outcome.note}"] if outcome.note else []
         if fused:
             torch_private.drop_dead_code(gm)
         return PassResult(fused, tuple(rejects), tuple(notes))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from olq_fx.passes.annotate import Annotate
-from olq_fx.passes.base import Context, Note, Pass, Reject
+from olq_fx.passes.base import Context, Pass, Reject
 from olq_fx.passes.canonicalize import Canonicalize
 from olq_fx.passes.clean_up import CleanUp
 from olq_fx.passes.dumps import Dumps, difference, operators_of
@@ -54,7 +54,7 @@ class PassRecord:
         rejects: what it refused.
         seconds: how long it took, verification excluded.
         operators: how many calls of each operator there are more (or fewer, if negative) than before.
-        notes: what it chose.
+        notes: lines for the user.
     """
 
     name: str
@@ -62,7 +62,7 @@ class PassRecord:
     rejects: tuple[Reject, ...]
     seconds: float
     operators: dict[str, int]
-    notes: tuple[Note, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def run(gm: GraphModule, context: Context, *, dump_dir: Path | None = None) -> tuple[PassRecord, ...]:

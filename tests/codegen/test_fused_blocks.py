@@ -18,6 +18,9 @@ SCHEMES = ("fp8_per_block", "mxfp8", "mxfp4", "int8", "fp8_per_channel", "nvfp4_
 TILED = ("fp8_per_block", "mxfp8", "mxfp4")
 """Schemes whose activations have scales of pieces of rows, which a tile of a product holds."""
 
+ON_LOAD = ("int8", "fp8_per_channel")
+"""Schemes with scales of rows: the second product of these small MLPs quantizes what it loads."""
+
 DEFAULT = {*((block, "fp8_per_block") for block in BLOCKS), *(("llama", scheme) for scheme in SCHEMES)}
 
 
@@ -93,7 +96,7 @@ LAYERS = {"llama": 7, "qwen3": 7, "gpt2": 6, "bert": 6, "dit": 6, "t5": 7}
 @pytest.mark.parametrize(("block", "scheme"), cases(DEFAULT))
 def test_norms_and_the_mlp_are_templates_and_nothing_else_is_added(emitter: Emitter, block: str, scheme: str):
     code, plain = emitted(emitter, block, scheme), emitted(emitter, block, None)
-    mlp = 1 if scheme in TILED else 0
+    mlp = 1 if scheme in (*TILED, *ON_LOAD) else 0
     rows = scheme == "nvfp4_per_token"  # quantized by rows wherever it is: after the MLP's first half and attention too
     assert len(quantizing(code)) == FUSED[block] + mlp + rows, code.launches
     # q, k and v are one kernel, and so are gate and up where their results are not quantized in it.
@@ -102,8 +105,10 @@ def test_norms_and_the_mlp_are_templates_and_nothing_else_is_added(emitter: Emit
     assert len(multiplying(code)) == products, code.launches
     assert "torch.ops.olq_fx.quantized_linear.default" not in code.external
     # After attention; and the input of BERT's block, which no norm of the same block makes.
-    apart = len(standalone(code)) - (0 if mlp or rows else 1)
-    assert apart <= 1 + (block == "bert") + (scheme == "mxfp4"), code.launches
+    gated = scheme == "nvfp4_per_token" and block in ("llama", "qwen3", "t5")
+    assert sum("linear_on_load" in name for name in code.launches) == (scheme in ON_LOAD or gated), code.reasons
+    assert not any("zeros" in name for name in code.launches)
+    assert len(standalone(code)) <= 1 + (block == "bert") + (scheme == "mxfp4"), code.launches
     total, before = (len(each.launches) + len(each.external) for each in (code, plain))
     merged = 2 + (gated and not mlp)
     assert total <= before + 1 + (block == "bert") - merged, (code.launches, plain.launches)

@@ -195,6 +195,23 @@ def feed_forward(rows: int = ROWS) -> tuple[nn.Module, list[Tensor]]:
     return FeedForward().bfloat16(), [torch.randn(BATCH, rows, D, dtype=torch.bfloat16)]
 
 
+def feed_forward_on_load(rows: int) -> tuple[nn.Module, list[Tensor]]:
+    """`feed_forward` in a process in which kernels cost so much that quantizing on load saves time on every GPU."""
+    from olq_fx.kernels import on_load_cost
+
+    on_load_cost.KERNEL = 1.0
+    return feed_forward(rows)
+
+
+def layers(count: int = 3) -> tuple[nn.Module, list[Tensor]]:
+    """Layers one after the other, some with nothing between, and their input."""
+    torch.manual_seed(0)
+    found: list[nn.Module] = [nn.LayerNorm(D)]
+    for i in range(count):
+        found += [nn.Linear(D, D), nn.ReLU()] if i == 0 else [nn.Linear(D, D)]
+    return nn.Sequential(*found).bfloat16(), [torch.randn(24, D, dtype=torch.bfloat16)]
+
+
 def captured(dtype: str = "bfloat16") -> tuple[nn.Module, list[Tensor]]:
     """What reads more than activations, and its input."""
     torch.manual_seed(0)
