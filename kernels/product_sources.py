@@ -17,6 +17,7 @@ IMPORTS = (
 )
 
 _NAMES = ("codes", "inner", "outer")
+_A_STRIDES = ("a_stride", "a_inner_m", "a_inner_k", "a_outer_m", "a_outer_k")
 _STRIDES = ("b_stride", "b_inner_n", "b_inner_k", "b_outer_n", "b_outer_k")
 
 
@@ -60,6 +61,7 @@ def source_of(x: Side, layers: Sequence[LayerText], constants: Mapping[str, Any]
         "    one = tl.num_programs(1)",
         '    M = one * {{size("A", 0)}}',
         f"    K = one * {constants['K']}",
+        *(f"    {name} = {_hidden(stride, name)}" for name, stride in zip(_A_STRIDES, x.strides, strict=True)),
         *_places(layers, constants),
         *_product(x, layers[0], constants),
         *(_one(layers[0], x, constants) if len(layers) == 1 else _several(layers[0], x, constants)),
@@ -117,11 +119,16 @@ def _stride(j: int, layer: LayerText) -> str:
     return f"one * {value}" if value and _STRIDES[j].startswith("b_outer") else _number(value)
 
 
+def _hidden(stride: str, name: str) -> str:
+    """A stride of the activations; one after the other, inner scales are read several at once."""
+    return stride if stride == "0" or name == "a_inner_k" else f"one * {stride}"
+
+
 def _product(x: Side, layer: LayerText, constants: Mapping[str, Any]) -> list[str]:
     shared = [constants[name] for name in ("DOT", "PARTS", "PROMOTE", "EVEN_K", "UNIFORM_B", "SWAP")]
     return [
         f"    acc = sum_over({x.pointers}, {', '.join(_NAMES)}, rows, columns, 0, K, M, N, K,",
-        f"        {', '.join([*x.strides, *_STRIDES])},",
+        f"        {', '.join([*_A_STRIDES, *_STRIDES])},",
         f"        {_literals([*x.constants, *layer.weight.constants, *shared])}, BLOCK_K)",
     ]
 
@@ -129,7 +136,7 @@ def _product(x: Side, layer: LayerText, constants: Mapping[str, Any]) -> list[st
 def _scales(layer: LayerText, x: Side, constants: Mapping[str, Any]) -> str:
     """The end of a call of `with_constants` and `finish`."""
     a, b = x.constants, layer.weight.constants
-    return f"{x.strides[3]}, b_outer_n, {_literals([a[3], b[3], a[4], b[4], constants['SWAP']])})"
+    return f"a_outer_m, b_outer_n, {_literals([a[3], b[3], a[4], b[4], constants['SWAP']])})"
 
 
 def _several(layer: LayerText, x: Side, constants: Mapping[str, Any]) -> list[str]:

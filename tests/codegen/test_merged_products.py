@@ -164,7 +164,7 @@ def test_machine_code_has_the_instruction_and_does_not_spill(
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("rows", [18, 100])
+@pytest.mark.parametrize("rows", [9, 18, 40, 100])
 def test_every_scheme_stays_in_registers(emitter: Emitter, compiler: Compiler, scheme: str, capability: int, rows: int):
     code = emitter.emit(fused_models.projections, scheme, rows, "bfloat16", True, capability=capability)
     for kernel in products(code):
