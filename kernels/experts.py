@@ -15,7 +15,7 @@ float32, and the k products of a token are added in float32 in their order and r
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +26,9 @@ from olq_fx import numerics
 from olq_fx.errors import ConversionError
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference
+
+KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
+"""The activations between the two products of an expert: see `Gated`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ def grouped_linear(
     gather: bool = False,
     scatter: bool = False,
     weights: Tensor | None = None,
+    product: Callable[..., Tensor] = reference.quantized_linear,
 ) -> Tensor:
     """The product of each segment with the weight of its expert.
 
@@ -150,6 +154,7 @@ def grouped_linear(
         gather: whether a row is read where its token lies, at `order // top_k`.
         scatter: whether it is written where its pair lies, at `order`.
         weights: (T, k) float32, or None: multiplied with the rounded products of their pairs, and rounded again.
+        product: `reference.quantized_linear`, or what has its bits faster.
 
     Returns:
         (M, N); rows that belong to nobody are 0.
@@ -165,10 +170,10 @@ def grouped_linear(
         positions = torch.arange(start, stop, device=y.device)
         pairs = positions if segments.order is None else segments.order[start:stop].to(torch.int64)
         rows = rows_at(x, activation_format, pairs // segments.top_k if gather else positions)
-        product = _of_expert(rows, activation_format, stack, expert, k, dtype)
+        found = _of_expert(rows, activation_format, stack, expert, k, dtype, product)
         if weights is not None:
-            product = (product.to(torch.float32) * weights.reshape(-1)[pairs][:, None]).to(dtype)
-        y[pairs if scatter else positions] = product
+            found = (found.to(torch.float32) * weights.reshape(-1)[pairs][:, None]).to(dtype)
+        y[pairs if scatter else positions] = found
     return y
 
 
@@ -195,17 +200,30 @@ def shard_of(stack: Stack, expert: int, shard: int) -> tuple[list[Tensor], slice
     ], rows
 
 
+def values_of(stack: Stack, expert: int, k: int) -> Tensor:
+    """(N, K) float32: the dequantized weight of an expert."""
+    values = torch.empty((stack.parts[0].shape[1], k), dtype=torch.float32, device=stack.parts[0].device)
+    for shard in range(stack.shards):
+        parts, rows = shard_of(stack, expert, shard)
+        values[rows] = numerics.dequantize(tuple(parts), get_format(stack.format), k)
+    return values
+
+
 def _of_expert(
-    rows: Sequence[Tensor], activation_format: str, stack: Stack, expert: int, k: int, dtype: torch.dtype
+    rows: Sequence[Tensor],
+    activation_format: str,
+    stack: Stack,
+    expert: int,
+    k: int,
+    dtype: torch.dtype,
+    product: Callable[..., Tensor],
 ) -> Tensor:
     bias = None if stack.bias is None else stack.bias[expert]
     y = torch.empty((rows[0].shape[0], stack.parts[0].shape[1]), dtype=dtype, device=rows[0].device)
     for shard in range(stack.shards):
         parts, columns = shard_of(stack, expert, shard)
         of_shard = None if bias is None else bias[columns]
-        y[:, columns] = reference.quantized_linear(
-            rows, activation_format, parts, stack.format, k, dtype, of_shard, None
-        )
+        y[:, columns] = product(rows, activation_format, parts, stack.format, k, dtype, of_shard, None)
     return y
 
 
@@ -246,7 +264,13 @@ def combine(rows: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     return total.to(rows.dtype)
 
 
-def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> Tensor:
+def layer(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Layer,
+    product: Callable[..., Tensor] = reference.quantized_linear,
+) -> Tensor:
     """All experts of a layer.
 
     A statistic of a whole tensor is that of `x` for the first product, and that of the rows of all segments for the
@@ -257,6 +281,7 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> Tensor:
         ids: (T, k).
         weights: (T, k), taken as float32.
         experts: the weights.
+        product: as `grouped_linear` takes it.
 
     Returns:
         (T, H) of the dtype of `x`.
@@ -270,14 +295,16 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> Tensor:
     def activations(values: Tensor) -> Sequence[Tensor]:
         return numerics.quantize(values, get_format(name), experts.rule) if name else [values]
 
-    hidden = grouped_linear(activations(x), name, experts.gate_up, x.shape[1], x.dtype, segments, gather=True)
+    hidden = grouped_linear(
+        activations(x), name, experts.gate_up, x.shape[1], x.dtype, segments, gather=True, product=product
+    )
     inner = gated(hidden[: int(segments.offsets[-1])], experts.gated)
     missing = hidden.shape[0] - inner.shape[0]
     parts = [
         functional.pad(part, (0, 0, 0, missing)) if part.shape[0] == inner.shape[0] else part
         for part in activations(inner)
     ]
-    rows = grouped_linear(parts, name, experts.down, inner.shape[1], x.dtype, segments, scatter=True)
+    rows = grouped_linear(parts, name, experts.down, inner.shape[1], x.dtype, segments, scatter=True, product=product)
     return combine(rows, ids, weights, segments.experts)
 
 

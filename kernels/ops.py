@@ -38,7 +38,8 @@ _SCHEMAS = (
     'Tensor? bias, Tensor? residual, str kernel="") -> Tensor',
 )
 
-_LIBRARY: Any = torch.library.Library("olq_fx", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library("olq_fx", "DEF")  # type: ignore[no-untyped-call]
+"""Where the operators are defined; `expert_ops` adds those of experts."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -190,20 +191,20 @@ def _added_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor 
 
 def _register() -> None:
     for schema in _SCHEMAS:
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     fakes: tuple[Callable[..., Any], ...] = (_quantize_shape, _dequantize_shape, _linear_shape, _quantized_linear_shape)
     implementations = (reference.quantize, reference.dequantize, reference.linear, reference.quantized_linear)
     for implementation, fake in zip(implementations, fakes, strict=True):
         name = f"olq_fx::{implementation.__name__}"
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, getattr(native, implementation.__name__), "CPU")
-        _LIBRARY.impl(name, getattr(triton_ops, implementation.__name__), "CUDA")
+        LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, getattr(native, implementation.__name__), "CPU")
+        LIBRARY.impl(name, getattr(triton_ops, implementation.__name__), "CUDA")
         for module in (reference, native, triton_ops):
             torch_private.hide_from_dynamo(getattr(module, implementation.__name__))
-        torch.library.register_fake(name, fake, lib=_LIBRARY)
+        torch.library.register_fake(name, fake, lib=LIBRARY)
     for name in ("olq_fx::quantize", "olq_fx::dequantize"):
-        torch.library.register_autograd(name, _not_differentiable, lib=_LIBRARY)
-    torch.library.register_autograd("olq_fx::linear", _linear_backward, setup_context=_save_linear, lib=_LIBRARY)
+        torch.library.register_autograd(name, _not_differentiable, lib=LIBRARY)
+    torch.library.register_autograd("olq_fx::linear", _linear_backward, setup_context=_save_linear, lib=LIBRARY)
 
 
 _register()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.formats import Format, get_format
-from olq_fx.kernels import ops  # noqa: F401 (registers torch.ops.olq_fx)
+from olq_fx.kernels import expert_ops, ops  # noqa: F401 (they register torch.ops.olq_fx)
 from olq_fx.numerics import Parts
 
 

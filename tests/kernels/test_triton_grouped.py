@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from expert_samples import meta, meta_rows, meta_stack, quantized, segments_of, stack_of, weight_values
+from expert_samples import meta, meta_rows, meta_stack, quantized, segments_of, stack_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,7 +45,7 @@ def assert_close(y, x, stack, segments, gather=False, scatter=False):
         pairs = positions if segments.order is None else segments.order[positions].long()
         rows, places = pairs // segments.top_k if gather else positions, pairs if scatter else positions
         bias = None if stack.bias is None else stack.bias[expert]
-        assert_product_close(y[places], x[rows], weight_values(stack, expert, x.shape[1]), bias=bias)
+        assert_product_close(y[places], x[rows], experts.values_of(stack, expert, x.shape[1]), bias=bias)
         nobodys[places] = False
     assert (y[nobodys] == 0).all()
 

@@ -6,7 +6,7 @@ import torch
 
 from olq_fx import numerics
 from olq_fx.formats import get_format
-from olq_fx.kernels.experts import Segments, Stack, shard_of
+from olq_fx.kernels.experts import Segments, Stack
 
 
 def quantized(x, format):
@@ -55,15 +55,6 @@ def _joined(parts, rows):
     for where, part in zip(rows, parts, strict=True):
         whole[where] = part.view(torch.uint8)
     return whole.view(parts[0].dtype)
-
-
-def weight_values(stack, expert, k):
-    """(N, K) float32: what the weight of an expert stands for."""
-    values = torch.empty(stack.parts[0].shape[1], k)
-    for shard in range(stack.shards):
-        parts, rows = shard_of(stack, expert, shard)
-        values[rows] = numerics.dequantize(tuple(parts), get_format(stack.format), k)
-    return values
 
 
 def segments_of(lengths, order=None, top_k=1, dtype=torch.int32):

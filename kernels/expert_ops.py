@@ -1,0 +1,389 @@
+"""The operators of experts, `torch.ops.olq_fx.*`: schemas, shapes, gradients and what runs them.
+
+- `grouped_linear(x, offs, weight, weight_format, activation_format, rule, bias, interleaved)`: (M, K), whose rows from
+  `offs[e - 1]` to `offs[e]` belong to expert e, and the parts of (E, N, K) to (M, N). Rows from `offs[E - 1]` on belong
+  to nobody here and become 0.
+- `gathered_linear(x, ids, ...)`: the same of rows in any order: row i belongs to expert `ids[i]`, to nobody where that
+  is not from 0 to E - 1. No weight is gathered.
+- `experts(x, ids, weights, gate_up..., down..., activation_format, rule, activation, ...)`: a whole layer of experts,
+  (T, H) to (T, H): see `experts.layer`.
+
+The parts of a weight are those of `numerics.part_specs` with E in front (`experts.Stack`). As in `ops`, an empty
+`activation_format` leaves activations in original precision, weights take no gradient, and that of the input of the
+first two is what the product with the dequantized weights would have; `experts` has none.
+
+A CPU tensor goes to the native kernels, a GPU's to the Triton kernels where `support.grouped` says that they take the
+call; everything else to the definition in `experts`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from olq_fx import torch_private
+from olq_fx.errors import ConversionError, UnsupportedError
+from olq_fx.formats import get_format
+from olq_fx.kernels import experts, native, ops, reference, support
+from olq_fx.kernels.experts import Gated, Layer, Segments, Stack
+from olq_fx.kernels.support import capability_of
+
+_STACK = "Tensor[] weight, str weight_format, str activation_format, str rule, Tensor? bias, bool interleaved=False"
+_SCHEMAS = (
+    f"grouped_linear(Tensor x, Tensor offs, {_STACK}) -> Tensor",
+    f"gathered_linear(Tensor x, Tensor ids, {_STACK}) -> Tensor",
+    "gathered_linear_backward(Tensor gradient, Tensor ids, Tensor[] weight, str weight_format, bool interleaved, "
+    "int k, ScalarType dtype) -> Tensor",
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor[] gate_up, str gate_up_format, Tensor? gate_up_bias, "
+    "bool gate_up_interleaved, Tensor[] down, str down_format, Tensor? down_bias, str activation_format, str rule, "
+    "str activation, bool interleaved, float alpha, float limit) -> Tensor",
+)
+
+
+def grouped_linear(
+    x: Tensor,
+    offs: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    activation_format: str,
+    rule: str,
+    bias: Tensor | None,
+    interleaved: bool = False,
+) -> Tensor:
+    """The product of rows in the order of their experts, each with the weight of its own.
+
+    Args:
+        x: (M, K) of a floating dtype.
+        offs: (E,) int32 or int64: the end of each expert's rows, as `torch.nn.functional.grouped_mm` takes it.
+        weight: the parts of (E, N, K).
+        weight_format, activation_format, rule: as `ops.linear` takes them.
+        bias: (E, N) or None.
+        interleaved: whether shards with scales of their own take turns row by row; see `experts.Stack`.
+
+    Returns:
+        (M, N) in the dtype of `x`; rows that belong to nobody are 0.
+
+    Raises:
+        ConversionError: operands do not fit.
+    """
+    stack = Stack(weight, weight_format, bias, interleaved)
+    _check_segments(x, offs, stack)
+    segments = Segments(functional.pad(offs, (1, 0)))
+    if activation_format and _spans_rows(activation_format):
+        # What belongs to nobody may be anything, and would count for a statistic of the whole tensor.
+        x = torch.where((torch.arange(x.shape[0], device=x.device) < segments.offsets[-1])[:, None], x, 0)
+    return _product(x, segments, stack, activation_format, rule)
+
+
+def gathered_linear(
+    x: Tensor,
+    ids: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    activation_format: str,
+    rule: str,
+    bias: Tensor | None,
+    interleaved: bool = False,
+) -> Tensor:
+    """The product of each row with the weight of expert `ids[i]`; the other arguments are those of `grouped_linear`.
+
+    Args:
+        x: (M, K).
+        ids: (M,) integers.
+
+    Returns:
+        (M, N) in the dtype of `x`; rows of experts that are not here are 0.
+    """
+    stack = Stack(weight, weight_format, bias, interleaved)
+    _check_rows(x, ids, stack)
+    if activation_format and _spans_rows(activation_format):
+        x = torch.where(((ids >= 0) & (ids < len(weight[0])))[:, None], x, 0)
+    return _product(x, _routed(ids[:, None], len(weight[0])), stack, activation_format, rule, by_order=True)
+
+
+def layer(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    gate_up_format: str,
+    gate_up_bias: Tensor | None,
+    gate_up_interleaved: bool,
+    down: Sequence[Tensor],
+    down_format: str,
+    down_bias: Tensor | None,
+    activation_format: str,
+    rule: str,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """All experts of a layer: `experts.layer` of (T, H), with the fields of its classes one by one.
+
+    Raises:
+        ConversionError: operands do not fit.
+        UnsupportedError: a gradient is wanted.
+    """
+    _refuse_gradient(x, weights, gate_up_bias, down_bias)
+    whole = Layer(
+        Stack(gate_up, gate_up_format, gate_up_bias, gate_up_interleaved),
+        Stack(down, down_format, down_bias),
+        Gated(_kind(activation), interleaved, alpha, limit),
+        activation_format,
+        rule,
+    )
+    formats = (gate_up_format, down_format)
+    if x.is_cuda and all(_triton_takes(x, format, activation_format) for format in formats):
+        from olq_fx.kernels import triton_experts
+
+        with torch.cuda.device(x.device):
+            return triton_experts.layer(x, ids, weights, whole, capability_of(x.device))
+    return experts.layer(x, ids, weights, whole, _of_device(x))
+
+
+def _refuse_gradient(*arguments: Tensor | None) -> None:
+    """Let nobody lose a gradient in silence where there is none.
+
+    Raises:
+        UnsupportedError: autograd is recording, and an argument takes part in it.
+    """
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in arguments):
+        raise UnsupportedError(
+            "olq_fx.experts has no gradient; olq_fx.grouped_linear and olq_fx.gathered_linear have those of the "
+            "dequantized products"
+        )
+
+
+def _kind(name: str) -> Any:
+    """The name of an activation, if it is one.
+
+    Raises:
+        ConversionError: it is none.
+    """
+    if name not in experts.KINDS:
+        raise ConversionError(f"there is no activation {name!r} between experts; there are {', '.join(experts.KINDS)}")
+    return name
+
+
+def _product(
+    x: Tensor, segments: Segments, stack: Stack, activation_format: str, rule: str, *, by_order: bool = False
+) -> Tensor:
+    """Quantize the rows, and multiply those of each segment; `by_order`: they lie, and go, where the order says."""
+    k = x.shape[1]
+    if x.is_cuda and _triton_takes(x, stack.format, activation_format):
+        from olq_fx.kernels import triton_experts
+
+        parts = torch.ops.olq_fx.quantize.default(x, activation_format, rule) if activation_format else [x]
+        with torch.cuda.device(x.device):
+            return triton_experts.grouped_linear(
+                *(parts, activation_format, stack, k, x.dtype, segments),
+                gather=by_order,
+                scatter=by_order,
+                capability=capability_of(x.device),
+            )
+    parts = torch.ops.olq_fx.quantize.default(x, activation_format, rule) if activation_format else [x]
+    return experts.grouped_linear(
+        *(parts, activation_format, stack, k, x.dtype, segments),
+        gather=by_order,
+        scatter=by_order,
+        product=_of_device(x),
+    )
+
+
+def _of_device(x: Tensor) -> Callable[..., Tensor]:
+    """What multiplies on the device of `x`, one expert at a time."""
+    return native.quantized_linear if x.device.type == "cpu" else reference.quantized_linear
+
+
+def _routed(ids: Tensor, count: int) -> Segments:
+    """The segments of pairs (T, k): of Triton's kernels on a GPU, which do not wait for it."""
+    if ids.is_cuda and not support.why_not(capability_of(ids.device)):
+        from olq_fx.kernels import triton_sorting
+
+        with torch.cuda.device(ids.device):
+            return triton_sorting.route(ids.contiguous(), count)
+    return experts.route(ids, count)
+
+
+def _triton_takes(x: Tensor, weight_format: str, activation_format: str) -> bool:
+    return bool(
+        support.grouped(
+            weight_format,
+            activation_format,
+            dtype=x.dtype,
+            activation_dtype=None if activation_format else x.dtype,
+            capability=capability_of(x.device),
+        )
+    )
+
+
+def _spans_rows(format: str) -> bool:
+    """Whether a statistic of the format is one of the whole tensor."""
+    found = get_format(format)
+    return (None, None) in (found.group, found.coarse)
+
+
+def _check_segments(x: Tensor, offs: Tensor, stack: Stack) -> None:
+    """Hold the operands of `grouped_linear` to each other by their shapes.
+
+    Raises:
+        ConversionError: one of them does not fit.
+    """
+    _check_stack(x, stack)
+    if offs.shape != stack.parts[0].shape[:1] or offs.dtype not in (torch.int32, torch.int64):
+        raise ConversionError(
+            f"the ends of the rows of {stack.parts[0].shape[0]} experts are so many int32 or int64, not {offs.dtype} "
+            f"{tuple(offs.shape)}"
+        )
+
+
+def _check_rows(x: Tensor, ids: Tensor, stack: Stack) -> None:
+    """Hold the operands of `gathered_linear` to each other by their shapes.
+
+    Raises:
+        ConversionError: one of them does not fit.
+    """
+    _check_stack(x, stack)
+    if ids.shape != x.shape[:1] or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ConversionError(f"{x.shape[0]} rows have so many experts, not {ids.dtype} {tuple(ids.shape)}")
+
+
+def _check_stack(x: Tensor, stack: Stack) -> None:
+    k = reference.check_activation(x)[1]
+    if not stack.parts or stack.parts[0].dim() != 3:
+        shapes = [tuple(part.shape) for part in stack.parts]
+        raise ConversionError(f"the weights of experts have parts (E, N, ...), not {shapes}")
+    count, n = stack.parts[0].shape[:2]
+    experts.check_stack(stack, count, n, k)
+
+
+def _grouped_shape(
+    x: Tensor,
+    offs: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    activation_format: str,
+    rule: str,
+    bias: Tensor | None,
+    interleaved: bool = False,
+) -> Tensor:
+    _check_segments(x, offs, Stack(weight, weight_format, bias, interleaved))
+    return x.new_empty((x.shape[0], weight[0].shape[1]))
+
+
+def _gathered_shape(
+    x: Tensor,
+    ids: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    activation_format: str,
+    rule: str,
+    bias: Tensor | None,
+    interleaved: bool = False,
+) -> Tensor:
+    _check_rows(x, ids, Stack(weight, weight_format, bias, interleaved))
+    return x.new_empty((x.shape[0], weight[0].shape[1]))
+
+
+def _layer_shape(x: Tensor, *others: Any) -> Tensor:
+    reference.check_activation(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, where, weight, ctx.weight_format, _, _, bias, ctx.interleaved = inputs
+    ctx.save_for_backward(where, *weight)
+    ctx.k, ctx.input_dtype = x.shape[1], x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _grouped_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    offs, *weight = ctx.saved_tensors
+    rows = torch.arange(gradient.shape[0], device=gradient.device, dtype=offs.dtype)
+    return _backward(ctx, gradient, torch.searchsorted(offs, rows, right=True), weight)
+
+
+def _gathered_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    ids, *weight = ctx.saved_tensors
+    count = len(weight[0])
+    return _backward(ctx, gradient, torch.where((ids >= 0) & (ids < count), ids.to(torch.int64), count), weight)
+
+
+def _backward(ctx: Any, gradient: Tensor, ids: Tensor, weight: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Straight through the quantization of the input; `ids` is E where a row belongs to nobody."""
+    x = bias = None
+    if ctx.needs_input_grad[0]:
+        x = torch.ops.olq_fx.gathered_linear_backward.default(
+            gradient, ids, weight, ctx.weight_format, ctx.interleaved, ctx.k, ctx.input_dtype
+        )
+    if ctx.bias_dtype is not None:
+        count = len(weight[0])
+        sums = gradient.new_zeros((count + 1, gradient.shape[1]), dtype=torch.float32)
+        bias = sums.index_add(0, ids, gradient.to(torch.float32))[:count].to(ctx.bias_dtype)
+    # What was not given is no input.
+    missing = (None,) * (len(ctx.needs_input_grad) - 7)
+    return x, None, [None] * len(weight), None, None, None, bias, *missing
+
+
+def gathered_linear_backward(
+    gradient: Tensor,
+    ids: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    interleaved: bool,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the rows (M, K) of `gathered_linear`: in float32, one expert at a time, rounded once.
+
+    Args:
+        gradient: (M, N) of the result.
+        ids: (M,) integers from 0 to E; E is nobody, whose rows get 0.
+        weight, weight_format, interleaved: as `gathered_linear` takes them.
+        k: K.
+        dtype: of the result.
+    """
+    stack, wide = Stack(weight, weight_format, None, interleaved), gradient.to(torch.float32)
+    x = wide.new_zeros((gradient.shape[0], k))
+    for expert in torch.unique(ids).tolist():
+        if expert < len(weight[0]):
+            mine = ids == expert
+            x[mine] = reference.product(wide[mine], experts.values_of(stack, expert, k))
+    return x.to(dtype)
+
+
+def _backward_shape(
+    gradient: Tensor,
+    ids: Tensor,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    interleaved: bool,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return gradient.new_empty((gradient.shape[0], k), dtype=dtype)
+
+
+def _register() -> None:
+    """Define the operators; what each device runs is decided by the functions themselves."""
+    library = ops.LIBRARY
+    for schema in _SCHEMAS:
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+    implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "grouped_linear": (grouped_linear, _grouped_shape),
+        "gathered_linear": (gathered_linear, _gathered_shape),
+        "gathered_linear_backward": (gathered_linear_backward, _backward_shape),
+        "experts": (layer, _layer_shape),
+    }
+    for name, (implementation, fake) in implementations.items():
+        library.impl(f"olq_fx::{name}", implementation, "CompositeExplicitAutograd")
+        torch_private.hide_from_dynamo(implementation)
+        torch.library.register_fake(f"olq_fx::{name}", fake, lib=library)
+    torch.library.register_autograd("olq_fx::grouped_linear", _grouped_backward, setup_context=_save, lib=library)
+    torch.library.register_autograd("olq_fx::gathered_linear", _gathered_backward, setup_context=_save, lib=library)
+
+
+_register()

@@ -1,0 +1,244 @@
+"""The operators of experts: what torch checks of any operator, values, gradients, errors."""
+
+import pytest
+import torch
+from expert_samples import stack_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+from olq_fx.errors import ConversionError, UnsupportedError
+from olq_fx.formats import FORMATS
+from olq_fx.kernels import expert_ops, experts, native
+from olq_fx.kernels.experts import Gated, Layer
+from olq_fx.schemes import SCHEMES
+from olq_fx.testing import assert_product_close, assert_same_bits
+
+OPS = torch.ops.olq_fx
+SLOTS = {name: (scheme.moe.weight, scheme.moe.activation or "") for name, scheme in SCHEMES.items()}
+# One for each kind of scale and element.
+KINDS = ("fp8_per_tensor", "fp8_per_block", "mxfp4_dualscale", "nvfp4_per_token", "int8_per_channel_weight_only")
+
+
+def rule_of(format):
+    return FORMATS[format].activation_rule if format else ""
+
+
+def operands(scheme, e=3, n=48, k=40, dtype=torch.bfloat16, *, bias=True, shards=1, interleaved=False):
+    """A stack, and what follows it in the arguments of the operators."""
+    weight_format, activation = SLOTS[scheme]
+    added = torch.randn(e, n, dtype=dtype) if bias else None
+    whole = FORMATS[weight_format].group == (None, None) or FORMATS[weight_format].coarse == (None, None)
+    stack = stack_of(
+        torch.randn(e, n, k).to(dtype), weight_format, added, shards if whole else 1, interleaved and whole
+    )
+    return stack, (stack.parts, weight_format, activation, rule_of(activation), added, stack.interleaved)
+
+
+def each_by_itself(x, lengths, stack, activation):
+    """What `linear` gives of the rows of each expert, one after the other."""
+    y = x.new_zeros(x.shape[0], stack.parts[0].shape[1])
+    start = 0
+    for expert, length in enumerate(lengths):
+        rows = slice(start, start + length)
+        for shard in range(stack.shards):
+            parts, columns = experts.shard_of(stack, expert, shard)
+            bias = None if stack.bias is None else stack.bias[expert][columns].contiguous()
+            y[rows, columns] = OPS.linear(
+                x[rows],
+                [part.contiguous() for part in parts],
+                stack.format,
+                activation,
+                rule_of(activation),
+                bias,
+                None,
+            )
+        start += length
+    return y
+
+
+@pytest.fixture
+def comparable_float8(monkeypatch):
+    """`opcheck` compares inputs by `torch.allclose`, which knows no float8: compare their bytes."""
+    allclose = torch.allclose
+
+    def by_bytes(a, b, **options):
+        if a.dtype == torch.float8_e4m3fn:
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        return allclose(a, b, **options)
+
+    monkeypatch.setattr(torch, "allclose", by_bytes)
+
+
+@pytest.mark.usefixtures("comparable_float8")
+@pytest.mark.parametrize("scheme", KINDS)
+def test_torch_accepts_the_operators(scheme):
+    stack, arguments = operands(scheme, dtype=torch.float32)
+    x, ids = torch.randn(7, 40, requires_grad=True), torch.tensor([2, 0, 0, 2, -1, 3, 0])
+    stack.bias.requires_grad_()
+    opcheck(OPS.grouped_linear.default, (x, torch.tensor([3, 3, 6], dtype=torch.int32), *arguments))
+    opcheck(OPS.gathered_linear.default, (x, ids, *arguments))
+
+
+@pytest.mark.usefixtures("comparable_float8")
+@pytest.mark.parametrize("scheme", KINDS)
+def test_torch_accepts_a_layer(scheme):
+    opcheck(OPS.experts.default, layer_arguments(scheme)[0])
+
+
+def layer_arguments(scheme, tokens=5, e=3, h=40, inner=24, dtype=torch.float32, kind="silu"):
+    """Arguments of `experts`, and the layer that they describe."""
+    weight_format, activation = SLOTS[scheme]
+    gate_up, (_, _, _, rule, *_) = operands(scheme, e, 2 * inner, h, dtype, shards=2)
+    down, _ = operands(scheme, e, h, inner, dtype)
+    x = torch.randn(tokens, h, dtype=dtype)
+    ids = torch.stack([torch.randperm(e + 1)[:2] for _ in range(tokens)]) if tokens else torch.empty(0, 2).long()
+    weights = torch.rand(tokens, 2)
+    stacks = (gate_up.parts, weight_format, gate_up.bias, False, down.parts, weight_format, down.bias)
+    layer = Layer(gate_up, down, Gated(kind), activation, rule)
+    return (x, ids, weights, *stacks, activation, rule, kind, False, 1.702, 7.0), layer
+
+
+@pytest.mark.parametrize("lengths", [(2, 0, 5), (0, 0, 0), (7, 0, 0), (0, 0, 7), (1, 1, 1)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_segment_is_multiplied_as_by_itself(scheme, lengths):
+    """Statistics of the whole tensor aside, which no scheme has, rows do not know of each other."""
+    stack, arguments = operands(scheme, shards=2)
+    x = torch.randn(sum(lengths), 40).bfloat16()
+    y = OPS.grouped_linear(x, torch.tensor(lengths).cumsum(0), *arguments)
+    assert_same_bits(y, each_by_itself(x, lengths, stack, SLOTS[scheme][1]))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "nvfp4_per_token"])
+def test_shards_have_scales_of_their_own(scheme, interleaved):
+    stack, arguments = operands(scheme, shards=2, interleaved=interleaved)
+    assert stack.shards == 2
+    x = torch.randn(6, 40).bfloat16()
+    y = OPS.grouped_linear(x, torch.tensor([1, 2, 6]), *arguments)
+    assert_same_bits(y, each_by_itself(x, (1, 1, 4), stack, SLOTS[scheme][1]))
+
+
+@pytest.mark.parametrize("where", ["cpu", "reference"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_are_those_of_the_dequantized_operands(scheme, where, monkeypatch):
+    stack, arguments = operands(scheme, n=64, k=96)
+    x, activation = torch.randn(130, 96).bfloat16(), SLOTS[scheme][1]
+    if where == "reference":
+        monkeypatch.setattr(native, "quantized_linear", expert_ops.reference.quantized_linear)
+    y = OPS.grouped_linear(x, torch.tensor([1, 129, 130]), *arguments)
+    read = x.float()
+    if activation:
+        read = OPS.dequantize(OPS.quantize(x, activation, rule_of(activation)), activation, 96, torch.float32)
+    for expert, rows in enumerate((slice(0, 1), slice(1, 129), slice(129, 130))):
+        assert_product_close(y[rows], read[rows], experts.values_of(stack, expert, 96), bias=stack.bias[expert])
+
+
+def assert_of_ids(x, ids, stack, arguments, activation):
+    """`gathered_linear` gives each row what `grouped_linear` gives it in the order of experts."""
+    y = OPS.gathered_linear(x, ids, *arguments)
+    count = stack.parts[0].shape[0]
+    order = torch.sort(torch.where((ids >= 0) & (ids < count), ids, count), stable=True).indices
+    ends = torch.tensor([int(((ids >= 0) & (ids <= expert)).sum()) for expert in range(count)])
+    grouped = OPS.grouped_linear(x[order], ends, *arguments)
+    assert_same_bits(y[order], grouped)
+    assert not y[(ids < 0) | (ids >= count)].any()
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_rows_in_any_order(data):
+    scheme = data.draw(st.sampled_from(list(SCHEMES)))
+    count, k = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 70))
+    ids = torch.tensor(data.draw(st.lists(st.integers(-1, count), max_size=9)), dtype=torch.int64)
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    stack, arguments = operands(scheme, count, 8 * data.draw(st.integers(1, 4)), k, shards=2)
+    assert_of_ids(torch.randn(len(ids), k).bfloat16(), ids, stack, arguments, SLOTS[scheme][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", experts.KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_is_what_the_definition_says(scheme, kind, dtype):
+    arguments, layer = layer_arguments(scheme, dtype=dtype, kind=kind)
+    expected = experts.layer(*arguments[:3], layer)
+    y = OPS.experts(*arguments)
+    assert y.dtype == dtype
+    # The kernels of CPUs add in another order than the definition does, and codes between the products may move.
+    error = (y.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= (2**-6 if arguments[10] else 2**-7)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_no_tokens(scheme):
+    arguments, _ = layer_arguments(scheme, tokens=0)
+    assert OPS.experts(*arguments).shape == (0, 40)
+    _, stacked = operands(scheme)
+    nobody = torch.zeros(3, dtype=torch.int32)
+    assert OPS.grouped_linear(torch.empty(0, 40).bfloat16(), nobody, *stacked).shape == (0, 48)
+    assert OPS.gathered_linear(torch.empty(0, 40).bfloat16(), torch.empty(0).int(), *stacked).shape == (0, 48)
+
+
+@pytest.mark.parametrize("format", [name for name, found in FORMATS.items() if found.activation])
+def test_what_belongs_to_nobody_counts_for_nothing(format):
+    """Rows behind the last segment may be anything: NaN in them changes no statistic of the others."""
+    parts, weight_format, _, _, bias, interleaved = operands("int8")[1]
+    x = torch.randn(6, 40).bfloat16()
+    with_tail = torch.cat([x, torch.full((2, 40), torch.nan).bfloat16()])
+    ends = torch.tensor([1, 4, 6])
+    arguments = (parts, weight_format, format, rule_of(format), bias, interleaved)
+    y = OPS.grouped_linear(with_tail, ends, *arguments)
+    assert_same_bits(y[:6], OPS.grouped_linear(x, ends, *arguments))
+    assert not y[6:].any()
+    ids = torch.tensor([0, 1, 1, 1, 2, 2, 3, -1])
+    assert_same_bits(OPS.gathered_linear(with_tail, ids, *arguments), y)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_gradients_are_those_of_the_dequantized_product(scheme):
+    stack, arguments = operands(scheme, dtype=torch.float32, shards=2)
+    values = torch.stack([experts.values_of(stack, expert, 40) for expert in range(3)])
+    ids, upstream = torch.tensor([0, 0, 2, 2, 2, 3]), torch.randn(6, 48)
+    wanted_x, wanted_bias = torch.zeros(6, 40), torch.zeros(3, 48)
+    for row, expert in enumerate(ids[:5].tolist()):
+        wanted_x[row] = upstream[row] @ values[expert]
+        wanted_bias[expert] += upstream[row]
+    for name, where in (("grouped_linear", torch.tensor([2, 2, 5])), ("gathered_linear", ids)):
+        x = torch.randn(6, 40, requires_grad=True)
+        bias = stack.bias.clone().requires_grad_()
+        y = getattr(OPS, name)(x, where, *arguments[:4], bias, arguments[5])
+        y.backward(upstream)
+        torch.testing.assert_close(x.grad, wanted_x)
+        torch.testing.assert_close(bias.grad, wanted_bias)
+
+
+def test_a_layer_has_no_gradient():
+    arguments, _ = layer_arguments("int8")
+    x = arguments[0].requires_grad_()
+    with pytest.raises(UnsupportedError, match="has no gradient"):
+        OPS.experts(x, *arguments[1:])
+
+
+def test_operands_that_do_not_fit():
+    arguments = operands("mxfp8")[1]
+    x = torch.randn(4, 40).bfloat16()
+    cases = {
+        r"the ends of the rows of 3 experts are so many int32 or int64, not torch.int64 \(2,\)": (
+            x,
+            torch.tensor([1, 4]),
+        ),
+        r"the ends of the rows of 3 experts .* not torch.float32": (x, torch.tensor([1.0, 2.0, 4.0])),
+        r"weights \(48, 32\) of 3 experts in mxfp8 have codes": (x[:, :32], torch.tensor([1, 2, 4])),
+    }
+    for message, given_ in cases.items():
+        for device in ("cpu", "meta"):
+            moved = [each.to(device) for each in (*given_, *arguments[0])]
+            with pytest.raises(ConversionError, match=message):
+                OPS.grouped_linear(*moved[:2], moved[2:], *arguments[1:4], None, False)
+    with pytest.raises(ConversionError, match=r"4 rows have so many experts, not torch.int64 \(3,\)"):
+        OPS.gathered_linear(x, torch.tensor([1, 2, 0]), *arguments)
+    with pytest.raises(ConversionError, match=r"parts \(E, N, \.\.\.\), not \[\(48, 40\), \(48, 2\)\]"):
+        OPS.grouped_linear(x, torch.tensor([1, 2, 4]), [part[0] for part in arguments[0]], *arguments[1:])
+    given_, _ = layer_arguments("int8")
+    with pytest.raises(ConversionError, match="there is no activation 'swish' between experts; there are silu, gelu"):
+        OPS.experts(*given_[:12], "swish", *given_[13:])
