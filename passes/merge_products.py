@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from olq_fx import torch_private
 from olq_fx.kernels import support
 from olq_fx.kernels.linear_products import Layer, linear_products
-from olq_fx.passes.base import Note, PassResult, Reject
+from olq_fx.passes.base import PassResult, Reject
 from olq_fx.passes.fxtools import caller, tensor_of
 
 _PRODUCT = torch.ops.olq_fx.quantized_linear.default
@@ -50,13 +50,13 @@ class MergeProducts:
         """Merge what can be merged."""
         changed = 0
         rejects: list[Reject] = []
-        notes: list[Note] = []
+        notes: list[str] = []
         for siblings in self._siblings(gm):
             reasons: list[tuple[Node, str]] = []
             for group in _groups(siblings, self.capability, reasons):
                 changed += 1
                 if len(group) > 1:
-                    notes.append(Note(", ".join(map(_where, group)), "one kernel"))
+                    notes.append(f"{', '.join(map(_where, group))} are one kernel")
                 _rewrite(group)
             # What is alone has no choice but the form of its kernel, which is no refusal.
             rejects += [Reject(_where(node), reason) for node, reason in reasons if len(siblings) > 1]

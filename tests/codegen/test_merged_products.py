@@ -76,7 +76,7 @@ def test_every_layer_has_the_bits_that_it_has_alone(
     code = emitter.emit(fused_models.projections, scheme, rows, dtype, True)
     assert len(products(code)) == 2, code.reasons
     assert OPERATOR not in code.external
-    assert code.choices == ("merge_products: q, k, v: one kernel",)
+    assert code.notes == ("q, k, v are one kernel",)
     model, inputs = fused_models.projections(rows, dtype, True)
     for found, wanted in zip(code.run(interpreter), alone(interpreter, scheme, model, inputs), strict=True):
         assert_same_bits(found, wanted)

@@ -18,7 +18,7 @@ from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.linear_products import linear_products
 from olq_fx.kernels.tuned_problem import Problem
 from olq_fx.kernels.tuned_tables import Choice, TunedTable, use_tuned
-from olq_fx.passes.base import Note, PassResult
+from olq_fx.passes.base import PassResult
 from olq_fx.passes.merge_products import MOST, MergeProducts
 from olq_fx.passes.pipeline import LATE_PASSES
 from olq_fx.testing import assert_same_bits
@@ -84,7 +84,7 @@ def test_results_keep_the_meta_of_their_layers():
     [call] = calls(gm)
     assert call.meta["stack_trace"] == "line 0"
     assert sorted(user.meta["stack_trace"] for user in call.users) == ["line 0", "line 1"]
-    assert result.notes == (Note("layer0, layer1", "one kernel"),)
+    assert result.notes == ("layer0, layer1 are one kernel",)
 
 
 def share(gm: GraphModule) -> None:
