@@ -18,6 +18,9 @@
 - `triton_chain`: a Triton kernel for linear -> chain -> quantization; `triton_linear_chain` launches it.
 - `fused_quantize`: an operator for a quantization with what leads up to it; `template_lowering` makes one Triton kernel
   of it where Inductor compiles for a GPU, by the text in `template_sources`.
+- `on_load`: operators for formats whose groups are wider than a tile: a product takes maxima of what it makes, and the
+  next quantizes what it loads; `device_maxima` has both as functions of Triton's language, `on_load_lowering` makes
+  kernels of them, and `on_load_cost` says when that is cheaper than a quantization apart.
 - `triton_ops`: the operators on a GPU's tensors, by these kernels.
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize

@@ -53,7 +53,9 @@ _ORIGIN = re.compile(
     r"^# Topologically Sorted Source Nodes: .*?Original ATen: \[(.*?)\]\n((?:#.*\n)*)(\w+) = async_compile\.triton",
     re.MULTILINE,
 )
-_BODY = re.compile(r"olq_fx_fused_quantize\]\(args = \((body_\w+),")
+_BODY = re.compile(r"olq_fx_fused_(quantize|maxima)\]\(args = \((body_\w+),")
+_LAST = {"quantize": (QUANTIZE,), "maxima": ()}
+"""What a template does with the values of its body."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ def origins_of(source: str) -> dict[str, tuple[str, ...]]:
     for operators, comments, name in _ORIGIN.findall(source):
         bodies = _BODY.findall(comments)
         named = (each for each in operators.split(", ") if not (bodies and each == QUANTIZE))
-        found[name] = (*named, *(each for body in bodies for each in (*_operators_of(body), QUANTIZE)))
+        made = (each for kind, body in bodies for each in (*_operators_of(body), *_LAST[kind]))
+        found[name] = (*named, *made)
     return found
 
 
