@@ -21,6 +21,9 @@
 - `linear_products`: an operator for quantized layers on one input; `product_lowering` makes one Triton kernel of it, by
   the text in `product_sources`, where `product_forms` says that the operators of the layers would do no better.
   `template_operands` is what both lowerings know of operands.
+- `on_load`: operators for formats whose groups are wider than a tile: a product takes maxima of what it makes, and the
+  next quantizes what it loads; `device_maxima` has both as functions of Triton's language, `on_load_lowering` makes
+  kernels of them, and `on_load_cost` says when that is cheaper than a quantization apart.
 - `triton_ops`: the operators on a GPU's tensors, by these kernels.
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize

@@ -5,7 +5,8 @@
 - `inline`, `open_attention`: functions of torch that hide linear layers, opened.
 - `canonicalize`, `annotate`, `swap`, `share_quantization`, `fuse_residual`, `clean_up`: the passes.
 - `fuse_quantize`: a late pass, on the graph of aten operators; `row_regions` finds what leads up to a quantization,
-  `region_bodies` says it as a graph of matrices, `body_stages` as graphs of scalars.
+  `region_bodies` says it as a graph of matrices, `body_stages` as graphs of scalars; `on_load` finds the products that
+  may quantize what they read by themselves.
 - `merge_products`: a late pass after it, for the products that are left: those of one input are one kernel.
 - `canonical`: the form of a linear layer between them.
 - `dumps`: the graph before and after each pass, for people.

@@ -59,10 +59,11 @@ def test_a_folder_of_hugging_face_as_text(olq):
 
 
 def test_what_is_not_fused_is_said_once_for_equal_blocks(olq):
-    ended = olq("kernels", MODEL, "--emitted", "-q", "int8", "--blocks", "2", "--tokens", "1x16", "--no-code")
-    [line] = [line for line in ended.out.splitlines() if "kernel of its own" in line]
+    config = '{"linear": {"weight": "fp8_per_channel_static", "activation": "fp8_per_tensor_dynamic"}}'
+    ended = olq("kernels", MODEL, "--emitted", "-c", config, "--blocks", "2", "--tokens", "1x16", "--no-code")
+    [line] = [line for line in ended.out.splitlines() if "the product before its quantization is a kernel of" in line]
     assert line.startswith("model.layers.{0,1}.mlp.down_proj: ")
-    assert "int8_per_token" in line
+    assert "fp8_per_tensor_dynamic" in line
 
 
 def test_weights_and_what_the_model_prints(olq):
