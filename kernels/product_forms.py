@@ -9,7 +9,7 @@ the same bits, nothing to lose. Everywhere else, and where rows are a symbol, th
 import torch
 
 from olq_fx.kernels.triton_candidates import Work
-from olq_fx.kernels.triton_product import blocking_of
+from olq_fx.kernels.triton_product import TENSOR_MEMORY, blocking_of
 from olq_fx.kernels.tuned_problem import DTYPES, Problem, bucket
 from olq_fx.kernels.tuned_tables import blocking_for
 
@@ -48,6 +48,9 @@ def why_operator(
         return "one row is multiplied without a matrix instruction"
     if blocking.form == "persistent":
         return f"{m} rows are enough for programs that take one tile after the other"
+    if work.instruction.dot == "int8" and capability in TENSOR_MEMORY:
+        # Sizes in the text of a template or not: some of its kernels spill where the operator's does not (triton 3.7).
+        return f"int8 has the instruction of older GPUs on sm_{capability}, with whose registers a template does not do"
     if blocking.split_k > 1:
         return f"{m} rows are so few that {blocking.split_k} programs share each of its sums"
     return ""
