@@ -119,12 +119,13 @@ def origins_of(source: str) -> dict[str, tuple[str, ...]]:
     found = {}
     for operators, comments, name in _ORIGIN.findall(source):
         bodies = _BODY.findall(comments)
-_BODY = re.compile(r"olq_fx_fused_(quantize|maxima)\]\(args = \((body_\w+),")
-_LAST = {"quantize": (QUANTIZE,), "maxima": ()}
-"""What a template does with the values of its body."""
-
-_LAYERS = re.compile(r"olq_fx_linear_products\]\(args = \(\[.*?\], [^,]*, (.*)")
-_LAYER = re.compile(r"\(\[%[^\]]*\], (\S+), (\S+)\)")
+        layers = [each for call in _LAYERS.findall(comments) for each in _LAYER.findall(call)]
+        # Inductor counts a quantization to the kernel that first asked for its result.
+        known = {QUANTIZE} if bodies else {QUANTIZE, PRODUCT} if layers else set()
+        named = (each for each in operators.split(", ") if each not in known)
+        inlined = (each for kind, body in bodies for each in (*_operators_of(body), *_LAST[kind]))
+        added = [each for i, each in enumerate(("bias", "residual")) if any(layer[i] != "None" for layer in layers)]
+        found[name] = (*[PRODUCT] * len(layers), *added, *named, *inlined)
     return found
 
 

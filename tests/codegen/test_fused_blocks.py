@@ -99,7 +99,7 @@ def test_norms_and_the_mlp_are_templates_and_nothing_else_is_added(emitter: Emit
     mlp = 1 if scheme in (*TILED, *ON_LOAD) else 0
     # Of BERT its input too, which no norm of the same block makes.
     rows = (3 if block == "bert" else 1) if scheme == "nvfp4_per_token" else 0
-    maxima = having(code, "atomic_max")
+    maxima = having(code, r"raise_maxima\(")
     assert len(quantizing(code)) + len(maxima) == FUSED[block] + mlp + rows, code.launches
     # q, k and v are one kernel, and so are gate and up where their results are not quantized in it.
     pair = block in ("llama", "qwen3", "t5")

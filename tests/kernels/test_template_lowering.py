@@ -4,16 +4,16 @@ import pytest
 
 from olq_fx import torch_templates
 from olq_fx.kernels.blocking import Blocking
-from olq_fx.kernels.template_lowering import _tiles
+from olq_fx.kernels.template_operands import tile_choices
 from olq_fx.kernels.template_sources import Side
 
 
 def test_one_choice_is_offered_unless_inductor_may_measure(monkeypatch: pytest.MonkeyPatch):
     first = Blocking(64, 128, 128, num_warps=8, num_stages=3)
     monkeypatch.setattr(torch_templates, "wants_tuning", lambda: False)
-    assert _tiles(first) == [first]
+    assert tile_choices(first) == [first]
     monkeypatch.setattr(torch_templates, "wants_tuning", lambda: True)
-    found = _tiles(first)
+    found = tile_choices(first)
     assert found[0] == first
     assert len(found) == len(set(found)) == 18
     # What the text depends on is the same in all.
