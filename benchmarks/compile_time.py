@@ -37,6 +37,9 @@ COLUMNS = ("code", "entry", "seconds", "over plain", "passes, s", "passes over p
 LIMITS = {"cpu": 2.0, "sm_90": 1.3}
 LIMIT_OF_PASSES = 0.10
 PLAIN = "torch.compile"
+SCHEMES_MEASURED = ("fp8_per_block", "mxfp8", "int8", "mxfp4", "nvfp4_per_token", "mxfp4_dualscale")
+"""One for each way to quantize activations, which is what there is to compile."""
+
 TOKENS = 32
 
 
@@ -201,7 +204,7 @@ def main() -> int:
     options = parser(__doc__)
     options.set_defaults(rounds=3)
     options.add_argument("--layers", type=int, default=12)
-    options.add_argument("--schemes", nargs="+", default=["fp8_per_block", "mxfp8", "int8", "mxfp4_weight_only"])
+    options.add_argument("--schemes", nargs="+", default=SCHEMES_MEASURED)
     options.add_argument("--code", nargs="+", default=list(LIMITS), choices=list(LIMITS))
     options.add_argument("--one", nargs=2, metavar=("CODE", "ENTRY"), help="measure once, here, and print JSON")
     arguments = options.parse_args()
