@@ -145,7 +145,8 @@ def _lane(
         module = _Called(built, call)
         code = emitted(module, module.tensors, config, capability, dump_dir=dump)
         reasons = tuple(reason.replace(": model.", ": ", 1) for reason in code.reasons)  # the paths of the model itself
-        return Lane(name, dataclasses.replace(code, inputs=(), reasons=reasons), calls_made(code)), said
+        notes = tuple(re.sub(r"(^|, )model\.", r"\1", note) for note in code.notes)
+        return Lane(name, dataclasses.replace(code, inputs=(), reasons=reasons, notes=notes), calls_made(code)), said
 
 
 @contextlib.contextmanager

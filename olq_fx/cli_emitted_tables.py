@@ -1,12 +1,13 @@
 """What `olq-fx kernels --emitted` says: a summary of both compilations side by side, then the kernels of each."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from olq_fx.cli_answers import DONE, FAILED, Answer
 from olq_fx.cost_model import Architecture
-from olq_fx.folding import fold
+from olq_fx.folding import NUMBER, fold
 from olq_fx.tables import size_of, table_of
 from olq_fx.testing_emitted import EmittedCode
 from olq_fx.testing_emitted_calls import BASIS, EmittedCall
@@ -141,7 +142,7 @@ def answer(lanes: Sequence[Lane], codes: Codes, architecture: Architecture, note
         "lanes": {lane.name: _lane_data(lane, rows[lane.name]) for lane in lanes},
     }
     kernels = table_of(_COLUMNS, [row.cells() for found in rows.values() for row in found])
-    lines = [kernels, _summary(lanes), *_reasons(lanes)]
+    lines = [kernels, _summary(lanes), *_choices(lanes), *_reasons(lanes)]
     lines.append(f"what Inductor emits for {gpu}, not measured; {'; '.join(notes)}")
     lines.append(f"{BASIS}; {OPERATORS}")
     if codes:
@@ -154,6 +155,7 @@ def _lane_data(lane: Lane, rows: Sequence[Row]) -> dict[str, Any]:
         "summary": {name: count(lane) for name, (_, count) in SUMMARY.items()},
         "kernels": [row.to_dict() for row in rows],
         "calls": [call.name for call in lane.calls],
+        "choices": list(lane.code.notes),
         "reasons": list(lane.code.reasons),
     }
 
@@ -166,6 +168,13 @@ def _summary(lanes: Sequence[Lane]) -> str:
         shown: Callable[[int], str] = size_of if name == "bytes" else str
         rows.append((text, *(shown(count(lane)) for lane in lanes)))
     return table_of(columns, rows)
+
+
+def _choices(lanes: Sequence[Lane]) -> list[str]:
+    """What passes chose, a line for equal layers of repeated blocks."""
+    alike = Counter(NUMBER.sub("N", note) for lane in lanes for note in lane.code.notes)
+    first = {NUMBER.sub("N", note): note for lane in reversed(lanes) for note in reversed(lane.code.notes)}
+    return [f"{text} ({count} blocks)" if count > 1 else first[text] for text, count in alike.items()]
 
 
 def _reasons(lanes: Sequence[Lane]) -> list[str]:

@@ -56,6 +56,8 @@ def test_a_folder_of_hugging_face_as_text(olq):
     [line] = [line for line in ended.out.splitlines() if "that only quantize" in line]
     assert line.split()[-2:] == ["0", "1"]  # what attention gives
     assert not any(name.removeprefix("aten.") in ended.out.split() for name in VIEWS)
+    projections = ", ".join(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+    assert f"\n{projections} are one kernel\n" in ended.out
 
 
 def test_what_is_not_fused_is_said_once_for_equal_blocks(olq):
@@ -64,6 +66,8 @@ def test_what_is_not_fused_is_said_once_for_equal_blocks(olq):
     [line] = [line for line in ended.out.splitlines() if "the product before its quantization is a kernel of" in line]
     assert line.startswith("model.layers.{0,1}.mlp.down_proj: ")
     assert "fp8_per_tensor_dynamic" in line
+    projections = ", ".join(f"model.layers.N.self_attn.{name}_proj" for name in "qkv")
+    assert f"\n{projections} are one kernel (2 blocks)\n" in ended.out
 
 
 def test_weights_and_what_the_model_prints(olq):
