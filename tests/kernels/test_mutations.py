@@ -45,6 +45,9 @@ SUITES = (
     Suite((device, device_scales), device_kernels, device_checks.kills),
     Suite((device_producers,), producer_kernels, producer_checks.kills),
 )
+UNMUTATED = {"device_maxima"}
+"""Files whose functions are tried in whole products only, by test_on_load.py, which takes too long for each fault."""
+
 LEAST_SHARE = 0.95
 
 _NAN = "every NaN is as good as another"
@@ -145,9 +148,8 @@ def test_faults_are_noticed(tmp_path):
 
 def test_every_file_of_device_functions_is_mutated():
     files = pathlib.Path(str(device.__file__)).parent.glob("device*.py")
-    assert {file.stem for file in files} == {
-        module.__name__.rpartition(".")[2] for suite in SUITES for module in suite.modules
-    }
+    mutated = {module.__name__.rpartition(".")[2] for suite in SUITES for module in suite.modules}
+    assert {file.stem for file in files} - UNMUTATED == mutated
 
 
 def test_mutations_are_made_by_every_operator():
