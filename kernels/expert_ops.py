@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from olq_fx import torch_private
-from olq_fx.errors import ConversionError, UnsupportedError
+from olq_fx.errors import ConversionError
 from olq_fx.formats import get_format
 from olq_fx.kernels import experts, native, ops, reference, support
 from olq_fx.kernels.experts import Gated, Layer, Segments, Stack
@@ -39,6 +39,11 @@ _SCHEMAS = (
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor[] gate_up, str gate_up_format, Tensor? gate_up_bias, "
     "bool gate_up_interleaved, Tensor[] down, str down_format, Tensor? down_bias, str activation_format, str rule, "
     "str activation, bool interleaved, float alpha, float limit) -> Tensor",
+)
+
+_NO_GRADIENT = (
+    "olq_fx.experts has no gradient; olq_fx.grouped_linear and olq_fx.gathered_linear have those of the dequantized "
+    "products"
 )
 
 
@@ -127,13 +132,10 @@ def layer(
         ConversionError: operands do not fit.
         UnsupportedError: a gradient is wanted.
     """
-    _refuse_gradient(x, weights, gate_up_bias, down_bias)
-    whole = Layer(
-        Stack(gate_up, gate_up_format, gate_up_bias, gate_up_interleaved),
-        Stack(down, down_format, down_bias),
-        Gated(_kind(activation), interleaved, alpha, limit),
-        activation_format,
-        rule,
+    reference.refuse_gradient(x, weights, gate_up_bias, down_bias, said=_NO_GRADIENT)
+    whole = _layer(
+        *(gate_up, gate_up_format, gate_up_bias, gate_up_interleaved, down, down_format, down_bias),
+        *(activation_format, rule, activation, interleaved, alpha, limit),
     )
     formats = (gate_up_format, down_format)
     if x.is_cuda and all(_triton_takes(x, format, activation_format) for format in formats):
@@ -144,17 +146,28 @@ def layer(
     return experts.layer(x, ids, weights, whole, _of_device(x))
 
 
-def _refuse_gradient(*arguments: Tensor | None) -> None:
-    """Let nobody lose a gradient in silence where there is none.
-
-    Raises:
-        UnsupportedError: autograd is recording, and an argument takes part in it.
-    """
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in arguments):
-        raise UnsupportedError(
-            "olq_fx.experts has no gradient; olq_fx.grouped_linear and olq_fx.gathered_linear have those of the "
-            "dequantized products"
-        )
+def _layer(
+    gate_up: Sequence[Tensor],
+    gate_up_format: str,
+    gate_up_bias: Tensor | None,
+    gate_up_interleaved: bool,
+    down: Sequence[Tensor],
+    down_format: str,
+    down_bias: Tensor | None,
+    activation_format: str,
+    rule: str,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+) -> Layer:
+    return Layer(
+        Stack(gate_up, gate_up_format, gate_up_bias, gate_up_interleaved),
+        Stack(down, down_format, down_bias),
+        Gated(_kind(activation), interleaved, alpha, limit),
+        activation_format,
+        rule,
+    )
 
 
 def _kind(name: str) -> Any:
@@ -172,25 +185,16 @@ def _product(
     x: Tensor, segments: Segments, stack: Stack, activation_format: str, rule: str, *, by_order: bool = False
 ) -> Tensor:
     """Quantize the rows, and multiply those of each segment; `by_order`: they lie, and go, where the order says."""
-    k = x.shape[1]
+    parts = torch.ops.olq_fx.quantize.default(x, activation_format, rule) if activation_format else [x]
+    args = parts, activation_format, stack, x.shape[1], x.dtype, segments
     if x.is_cuda and _triton_takes(x, stack.format, activation_format):
         from olq_fx.kernels import triton_experts
 
-        parts = torch.ops.olq_fx.quantize.default(x, activation_format, rule) if activation_format else [x]
         with torch.cuda.device(x.device):
             return triton_experts.grouped_linear(
-                *(parts, activation_format, stack, k, x.dtype, segments),
-                gather=by_order,
-                scatter=by_order,
-                capability=capability_of(x.device),
+                *args, gather=by_order, scatter=by_order, capability=capability_of(x.device)
             )
-    parts = torch.ops.olq_fx.quantize.default(x, activation_format, rule) if activation_format else [x]
-    return experts.grouped_linear(
-        *(parts, activation_format, stack, k, x.dtype, segments),
-        gather=by_order,
-        scatter=by_order,
-        product=_of_device(x),
-    )
+    return experts.grouped_linear(*args, gather=by_order, scatter=by_order, product=_of_device(x))
 
 
 def _of_device(x: Tensor) -> Callable[..., Tensor]:
@@ -270,6 +274,7 @@ def _grouped_shape(
     bias: Tensor | None,
     interleaved: bool = False,
 ) -> Tensor:
+    ops.check_devices(x=[x], offs=[offs], weight=weight, bias=[bias])
     _check_segments(x, offs, Stack(weight, weight_format, bias, interleaved))
     return x.new_empty((x.shape[0], weight[0].shape[1]))
 
@@ -284,12 +289,16 @@ def _gathered_shape(
     bias: Tensor | None,
     interleaved: bool = False,
 ) -> Tensor:
+    ops.check_devices(x=[x], ids=[ids], weight=weight, bias=[bias])
     _check_rows(x, ids, Stack(weight, weight_format, bias, interleaved))
     return x.new_empty((x.shape[0], weight[0].shape[1]))
 
 
-def _layer_shape(x: Tensor, *others: Any) -> Tensor:
-    reference.check_activation(x)
+def _layer_shape(x: Tensor, ids: Tensor, weights: Tensor, *described: Any) -> Tensor:
+    whole = _layer(*described)
+    stacks = {"gate_up": whole.gate_up, "down": whole.down}
+    ops.check_devices(x=[x], ids=[ids], weights=[weights], **{name: each.parts for name, each in stacks.items()})
+    experts.check_layer(x, ids, weights, whole)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

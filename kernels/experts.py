@@ -16,7 +16,7 @@ float32, and the k products of a token are added in float32 in their order and r
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from olq_fx.errors import ConversionError
 from olq_fx.formats import get_format
 from olq_fx.kernels import reference
 
-KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
+Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """The activations between the two products of an expert: see `Gated`."""
 
 
@@ -89,7 +91,7 @@ class Gated:
         alpha, limit: of `clamped`.
     """
 
-    kind: Literal["silu", "gelu", "gelu_tanh", "clamped"]
+    kind: Kind
     interleaved: bool = False
     alpha: float = 1.702
     limit: float = 7.0
@@ -154,7 +156,7 @@ def grouped_linear(
         gather: whether a row is read where its token lies, at `order // top_k`.
         scatter: whether it is written where its pair lies, at `order`.
         weights: (T, k) float32, or None: multiplied with the rounded products of their pairs, and rounded again.
-        product: `reference.quantized_linear`, or what has its bits faster.
+        product: `reference.quantized_linear`, or what computes it faster, within the bound of its format.
 
     Returns:
         (M, N); rows that belong to nobody are 0.

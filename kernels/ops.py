@@ -114,7 +114,7 @@ def _linear_shape(
     residual: Tensor | None,
     kernel: str = "",
 ) -> Tensor:
-    _check_devices(x=[x], weight=weight, bias=[bias], residual=[residual])
+    check_devices(x=[x], weight=weight, bias=[bias], residual=[residual])
     if activation_format:
         reference.check_quantize(x, activation_format, rule)
     m, k = reference.check_activation(x)
@@ -133,13 +133,13 @@ def _quantized_linear_shape(
     residual: Tensor | None,
     kernel: str = "",
 ) -> Tensor:
-    _check_devices(x=x, weight=weight, bias=[bias], residual=[residual])
+    check_devices(x=x, weight=weight, bias=[bias], residual=[residual])
     m = reference.check_quantized_activation(x, activation_format, k)
     reference.check_operands(m, k, weight, weight_format, bias, residual)
     return x[0].new_empty((m, weight[0].shape[0]), dtype=dtype)
 
 
-def _check_devices(**operands: Sequence[Tensor | None]) -> None:
+def check_devices(**operands: Sequence[Tensor | None]) -> None:
     """Hold the operands of a product to one kind of device.
 
     With a single operand on meta torch calls the function that knows shapes only, and what it returns has no values.

@@ -111,16 +111,17 @@ def finish(accumulated: Tensor, dtype: torch.dtype, bias: Tensor | None, residua
     return y if residual is None else (y.to(torch.float32) + residual.to(torch.float32)).to(dtype)
 
 
-def refuse_gradient(*arguments: Tensor | None) -> None:
+_NO_GRADIENT = "olq_fx.quantized_linear has no gradient; olq_fx.linear has that of the dequantized product"
+
+
+def refuse_gradient(*arguments: Tensor | None, said: str = _NO_GRADIENT) -> None:
     """Let nobody lose a gradient in silence where there is none.
 
     Raises:
-        UnsupportedError: autograd is recording, and an argument takes part in it.
+        UnsupportedError: autograd is recording, and an argument takes part in it; `said` is the message.
     """
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in arguments):
-        raise UnsupportedError(
-            "olq_fx.quantized_linear has no gradient; olq_fx.linear has that of the dequantized product"
-        )
+        raise UnsupportedError(said)
 
 
 def check_quantize(x: Tensor, format: str, rule: str) -> None:

@@ -329,7 +329,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' Conv1D (GPT-2): a linear layer that stores (K, N)."""
-    return hasattr(module, "nf") and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    # The name first: nn.Module takes long to say that `nf` is none of its attributes.
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
 def _logical_shape(tensor: Tensor, transposed: bool) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ class Judge:
         self._other_formats: list[str] = []
         self._unsupported: list[str] = []
         self._not_by_kernel: list[str] = []
-        self._other_method: dict[Declaration, str] = {}
+        self._other_method: Declaration | None = None
 
     def verdict(self, number: int, candidate: Candidate) -> Verdict:
         """What becomes of a candidate; those that are alike and that no pattern names are judged once."""
@@ -202,7 +202,7 @@ class Judge:
     def _as_declared(self, candidate: Candidate, declaration: Declaration, scheme: str) -> Verdict:
         """A scheme is for a whole model: a checkpoint that has it decides; one that has another cannot be given it."""
         if not declaration.agrees(scheme):
-            self._other_method.setdefault(declaration, candidate.path)
+            self._other_method = self._other_method or declaration
         reason = candidate.obstacle or f"kept in original precision by the checkpoint, which decides: {declaration}"
         return Verdict("leave", None, reason, False, self._config, settled=True)
 
@@ -253,10 +253,10 @@ class Judge:
                 f"weights of these dtypes cannot be quantized: {listed(self._unsupported)}; valid: "
                 f"{', '.join(sorted(map(_name, DTYPES)))}; put the layers into 'ignore' to leave them as they are"
             )
-        for declaration in self._other_method:
+        if self._other_method:
             raise PlanError(
-                f"{self._config.quantization!r} is asked for, but {declaration}; to quantize the weights that it "
-                "has in original precision, give formats for layers instead of a scheme for the model: "
+                f"{self._config.quantization!r} is asked for, but {self._other_method}; to quantize the weights that "
+                "it has in original precision, give formats for layers instead of a scheme for the model: "
                 f"{{'linear': {self._config.quantization!r}}}"
             )
         if self._other_formats:

@@ -1,6 +1,5 @@
 """What is read from an emitted program: its calls, the bytes that they move, what is fused in them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import fused_models
@@ -15,12 +14,6 @@ from olq_fx.testing_emitted_calls import EmittedCall, calls_made
 from olq_fx.testing_machine_code import Compiler
 
 ROWS, D, WORDS = 6, 64, 1000
-
-
-@pytest.fixture(scope="module")
-def emitter() -> Iterator[Emitter]:
-    with Emitter() as process:
-        yield process
 
 
 def embedded(ids: Tensor, table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

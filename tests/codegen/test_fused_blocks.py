@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
 
 import fused_models
 import pytest
@@ -32,24 +31,6 @@ def cases(default: set[tuple[str, str]]) -> list[object]:
         for block in BLOCKS
         for scheme in SCHEMES
     ]
-
-
-@pytest.fixture(scope="module")
-def emitter() -> Iterator[Emitter]:
-    with Emitter(timeout=600) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
-    with Compiler(timeout=300) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    with Interpreter(timeout=600) as process:
-        yield process
 
 
 _EMITTED: dict[tuple[str, str | None, int], EmittedCode] = {}

@@ -1,7 +1,6 @@
 """What Inductor emits for quantized layers on one input: one kernel, with the bits of each alone."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import fused_models
@@ -16,24 +15,6 @@ from olq_fx.testing import Compiler, EmittedCode, Emitter, Interpreter, assert_s
 
 LAYERS = ("q", "k", "v", "o")
 OPERATOR = "torch.ops.olq_fx.quantized_linear.default"
-
-
-@pytest.fixture(scope="module")
-def emitter() -> Iterator[Emitter]:
-    with Emitter(timeout=600) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
-    with Compiler(timeout=300) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    with Interpreter(timeout=600) as process:
-        yield process
 
 
 def products(code: EmittedCode) -> list[Any]:

@@ -1,7 +1,6 @@
 """Programs in which a product quantizes what it loads: their values, and the machine code of their kernels."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import fused_models
 import pytest
@@ -12,24 +11,6 @@ import olq_fx
 from olq_fx.testing import Compiler, EmittedCode, Emitter, Interpreter, assert_same_bits, sqnr
 
 SCHEMES = ("int8", "fp8_per_channel", "nvfp4_per_token", "mxfp4_dualscale")
-
-
-@pytest.fixture(scope="module")
-def emitter() -> Iterator[Emitter]:
-    with Emitter(timeout=600) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
-    with Compiler(timeout=300) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    with Interpreter(timeout=600) as process:
-        yield process
 
 
 def slow_but(*quick: object) -> list[object]:

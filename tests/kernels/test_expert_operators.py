@@ -242,3 +242,23 @@ def test_operands_that_do_not_fit():
     given_, _ = layer_arguments("int8")
     with pytest.raises(ConversionError, match="there is no activation 'swish' between experts; there are silu, gelu"):
         OPS.experts(*given_[:12], "swish", *given_[13:])
+
+
+def test_operands_on_two_devices():
+    """With one operand on meta torch calls the function that knows shapes only, whose result would have no values."""
+    arguments = operands("mxfp8")[1]
+    x = torch.randn(4, 40).bfloat16()
+    with pytest.raises(RuntimeError, match="must be on one device, but there is x on cpu, offs on meta"):
+        OPS.grouped_linear(x, torch.tensor([1, 2, 4]).to("meta"), *arguments)
+    with pytest.raises(RuntimeError, match="must be on one device, but there is x on meta, ids on cpu"):
+        OPS.gathered_linear(x.to("meta"), torch.tensor([1, 2, 0, 0]), *arguments)
+
+
+def test_a_layer_without_values_refuses_what_one_with_values_refuses():
+    given_, _ = layer_arguments("int8")
+    wrong = (given_[0], given_[1][:, :1], *given_[2:])
+    moved = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in wrong]
+    moved = [[part.to("meta") for part in x] if isinstance(x, list) else x for x in moved]
+    for arguments in (wrong, moved):
+        with pytest.raises(ConversionError, match="5 tokens choose by integers"):
+            OPS.experts(*arguments)
