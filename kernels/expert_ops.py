@@ -108,36 +108,21 @@ def gathered_linear(
     return _product(x, _routed(ids[:, None], len(weight[0])), stack, activation_format, rule, by_order=True)
 
 
-def layer(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Sequence[Tensor],
-    gate_up_format: str,
-    gate_up_bias: Tensor | None,
-    gate_up_interleaved: bool,
-    down: Sequence[Tensor],
-    down_format: str,
-    down_bias: Tensor | None,
-    activation_format: str,
-    rule: str,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
-) -> Tensor:
-    """All experts of a layer: `experts.layer` of (T, H), with the fields of its classes one by one.
+def layer(x: Tensor, ids: Tensor, weights: Tensor, *described: Any) -> Tensor:
+    """All experts of a layer: `experts.layer` of (T, H).
+
+    Args:
+        x: (T, H).
+        ids, weights: (T, k), which experts each token chooses, and what their results count.
+        described: the arguments of `_layer`.
 
     Raises:
         ConversionError: operands do not fit.
         UnsupportedError: a gradient is wanted.
     """
-    reference.refuse_gradient(x, weights, gate_up_bias, down_bias, said=_NO_GRADIENT)
-    whole = _layer(
-        *(gate_up, gate_up_format, gate_up_bias, gate_up_interleaved, down, down_format, down_bias),
-        *(activation_format, rule, activation, interleaved, alpha, limit),
-    )
-    formats = (gate_up_format, down_format)
+    whole = _layer(*described)
+    reference.refuse_gradient(x, weights, whole.gate_up.bias, whole.down.bias, said=_NO_GRADIENT)
+    formats, activation_format = (whole.gate_up.format, whole.down.format), whole.activation_format
     if x.is_cuda and all(_triton_takes(x, format, activation_format) for format in formats):
         from olq_fx.kernels import triton_experts
 
@@ -161,6 +146,7 @@ def _layer(
     alpha: float,
     limit: float,
 ) -> Layer:
+    """A layer of the arguments of the operator, which are the fields of `experts.Layer` one by one."""
     return Layer(
         Stack(gate_up, gate_up_format, gate_up_bias, gate_up_interleaved),
         Stack(down, down_format, down_bias),
@@ -264,34 +250,30 @@ def _check_stack(x: Tensor, stack: Stack) -> None:
     experts.check_stack(stack, count, n, k)
 
 
-def _grouped_shape(
-    x: Tensor,
-    offs: Tensor,
+def _stack(
     weight: Sequence[Tensor],
     weight_format: str,
     activation_format: str,
     rule: str,
     bias: Tensor | None,
     interleaved: bool = False,
-) -> Tensor:
-    ops.check_devices(x=[x], offs=[offs], weight=weight, bias=[bias])
-    _check_segments(x, offs, Stack(weight, weight_format, bias, interleaved))
-    return x.new_empty((x.shape[0], weight[0].shape[1]))
+) -> Stack:
+    """The weights of the arguments of both products."""
+    return Stack(weight, weight_format, bias, interleaved)
 
 
-def _gathered_shape(
-    x: Tensor,
-    ids: Tensor,
-    weight: Sequence[Tensor],
-    weight_format: str,
-    activation_format: str,
-    rule: str,
-    bias: Tensor | None,
-    interleaved: bool = False,
-) -> Tensor:
-    ops.check_devices(x=[x], ids=[ids], weight=weight, bias=[bias])
-    _check_rows(x, ids, Stack(weight, weight_format, bias, interleaved))
-    return x.new_empty((x.shape[0], weight[0].shape[1]))
+def _grouped_shape(x: Tensor, offs: Tensor, *described: Any) -> Tensor:
+    stack = _stack(*described)
+    ops.check_devices(x=[x], offs=[offs], weight=stack.parts, bias=[stack.bias])
+    _check_segments(x, offs, stack)
+    return x.new_empty((x.shape[0], stack.parts[0].shape[1]))
+
+
+def _gathered_shape(x: Tensor, ids: Tensor, *described: Any) -> Tensor:
+    stack = _stack(*described)
+    ops.check_devices(x=[x], ids=[ids], weight=stack.parts, bias=[stack.bias])
+    _check_rows(x, ids, stack)
+    return x.new_empty((x.shape[0], stack.parts[0].shape[1]))
 
 
 def _layer_shape(x: Tensor, ids: Tensor, weights: Tensor, *described: Any) -> Tensor:
