@@ -74,7 +74,7 @@ def select(
     """The kernel for one planned layer.
 
     Args:
-        kind: `linear`, `moe` or `embedding`.
+        kind: `linear`, `experts` (one product of the weights of many) or `embedding`.
         weight_format: name of the weight's format.
         activation_format: name of the activations' format; "" or None for original precision.
         n: output features.
@@ -121,7 +121,8 @@ def _native_cpu(product: Product) -> str:
 
 
 def _triton(product: Product, fast_accum: bool = False) -> str:
-    asked = support.product(
+    supports = support.grouped if product.kind == "experts" else support.product
+    asked = supports(
         product.weight_format,
         product.activation_format,
         dtype=product.dtype,
@@ -136,7 +137,7 @@ def _fast_accum(product: Product) -> str:
 
 
 def _not_linear(product: Product) -> str:
-    return "" if product.kind == "linear" else f"runs linear layers, not {product.kind}"
+    return "" if product.kind in ("linear", "experts") else f"runs products, no {product.kind}"
 
 
 def _reference(product: Product) -> str:

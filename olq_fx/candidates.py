@@ -21,6 +21,7 @@ from torch import nn
 from olq_fx.configuration_components import longest_prefix
 from olq_fx.declared import Declaration, declarations
 from olq_fx.errors import ConfigurationTypeError
+from olq_fx.expert_layouts import merged_shards
 from olq_fx.left_alone import Place
 from olq_fx.module_uses import ALREADY_QUANTIZED, CandidateKind, Use, output_embeddings, places, uses_of
 from olq_fx.parameters import PLAIN, Parameters
@@ -45,8 +46,11 @@ class Candidate:
         module_names: every module path by which a pattern may name it (of a MultiheadAttention's output projection
             also that of the attention).
         kind: `linear`, `moe` (weights of experts) or `embedding`. A weight tied to a linear layer is `linear`.
-        shape: (N, K), output features and reduction axis, whatever the storage; of stacked experts as stored.
-        transposed: whether it is stored as (K, N).
+        shape: (N, K), output features and reduction axis, whatever the storage; of experts in one tensor (E, N, K), or
+            as stored where it is not known which is which.
+        transposed: whether it is stored as (K, N), or (E, K, N).
+        shards: how many matrices with scales of their own are merged along N (gate and up of experts).
+        interleaved: whether these take turns row by row.
         dtype, device: of the parameter; the original precision where it is converted already.
         left_alone: why it is left alone by default; "" otherwise. An exact target or `include` opts it in.
         blocked: why it cannot be converted at all, or not without tracing; "" otherwise.
@@ -66,6 +70,8 @@ class Candidate:
     dtype: torch.dtype
     device: torch.device
     transposed: bool = False
+    shards: int = 1
+    interleaved: bool = False
     left_alone: str = ""
     blocked: str = ""
     use_known: bool = True
@@ -296,13 +302,20 @@ def _enrich(candidate: Candidate, traced: Candidate) -> Candidate:
         return dataclasses.replace(candidate, left_alone=left_alone, blocked=blocked)
     return dataclasses.replace(
         candidate,
-        kind=traced.kind,
+        kind="moe" if candidate.kind == "moe" else traced.kind,
         shape=traced.shape,
         transposed=traced.transposed,
+        shards=_shards_of(candidate, traced),
         use_known=True,
         left_alone=left_alone,
         blocked=blocked,
     )
+
+
+def _shards_of(candidate: Candidate, traced: Candidate) -> int:
+    """Of experts in one tensor, how many matrices its name says that each consists of, once N is known."""
+    shards = merged_shards(candidate.path.rpartition(".")[2]) if len(traced.shape) == 3 else 1
+    return shards if traced.shape[-2] % shards == 0 else 1
 
 
 def _candidate(uses: list[Use]) -> Candidate:
@@ -321,6 +334,8 @@ def _candidate(uses: list[Use]) -> Candidate:
         kind="moe" if any(use.kind == "moe" for use in uses) else judged.kind,
         shape=judged.shape,
         transposed=judged.transposed,
+        shards=judged.shards,
+        interleaved=judged.interleaved,
         dtype=first.tensor.dtype,
         device=first.tensor.device,
         left_alone=_left_alone(uses, products),
@@ -343,6 +358,8 @@ def _unshared(use: Use) -> Candidate:
         kind=use.kind,
         shape=use.shape,
         transposed=use.transposed,
+        shards=use.shards,
+        interleaved=use.interleaved,
         dtype=use.tensor.dtype,
         device=use.tensor.device,
         left_alone=use.left_alone,

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from olq_fx import panels, state, torch_private
 from olq_fx.errors import ConversionError, InterruptedConversionError
+from olq_fx.formats import get_format
 from olq_fx.plan import Plan, PlanRow
 from olq_fx.report import Report
-from olq_fx.weights import FLOATING, Pending, QuantizedWeight, WeightSpec, quantize_weight
+from olq_fx.weights import FLOATING, Pending, QuantizedWeight, WeightSpec, pending_weight, quantize_weight
+from olq_fx.weights_encoding import count_nonfinite
 from olq_fx.weights_views import rows as rows_of_weight
 
 _WHOLE_BLOCKS = 128
@@ -41,7 +43,20 @@ def weight_spec(row: PlanRow) -> WeightSpec:
         activation_rule=row.activation_rule,
         transposed=row.transposed,
         kernel=row.requested_kernel,
+        **_shards(row),
     )
+
+
+def _shards(row: PlanRow) -> dict[str, Any]:
+    """The shards of a weight, where they matter: rows that are quantized each for itself know none."""
+    assert row.slot is not None
+    format = get_format(row.slot.weight)
+    heights = [extent[0] for extent in (format.group, format.coarse) if extent is not None]
+    n = row.shape[-2] // row.shards
+    alone = all(height is not None and n % height == 0 for height in heights)
+    if row.shards == 1 or (alone and not row.interleaved):
+        return {}
+    return {"shards": row.shards, "interleaved": row.interleaved}
 
 
 def preflight(model: nn.Module, rows: Iterable[PlanRow], *, allow_nonfinite: bool = False) -> None:
@@ -184,10 +199,8 @@ def _dequantized(module: nn.Module, leaf: str) -> nn.Parameter:
 def _converted(original: Tensor, row: PlanRow, device: torch.device | None) -> QuantizedWeight:
     spec = weight_spec(row)
     if _without_data(original):
-        n, k = row.shape
-        parts = panels.empty_parts(spec.format, n, k, torch.device("meta"))
         pending = Pending(row.path, original.device if device is None else device)
-        weight = QuantizedWeight(parts, spec, original.dtype, original.shape, original.stride(), pending)
+        weight = pending_weight(original, spec, pending)
     else:
         weight = quantize_weight(original, spec, device)
     parameter = nn.Parameter(weight, requires_grad=False)
@@ -212,9 +225,14 @@ def _put(sites: Sequence[tuple[nn.Module, str]], parameter: Any) -> None:
 
 
 def _values(weight: QuantizedWeight) -> Tensor:
-    """The dequantized values with the nominal shape and strides, decoded panel by panel."""
+    """The dequantized values with the nominal shape and strides, decoded expert by expert or panel by panel."""
     values = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
     if weight.pending is not None:
+        return values
+    if weight.dim() == 3:
+        for index in range(weight.shape[0]):
+            one: Any = weight.select(0, index)
+            values[index].copy_(one.dequantize())
         return values
     axis = 1 if weight.spec.transposed else 0
     step = max(_WHOLE_BLOCKS, panels.PANEL_ELEMENTS // max(1, weight.reduction_size) // _WHOLE_BLOCKS * _WHOLE_BLOCKS)
@@ -260,7 +278,8 @@ def _obstacle(model: nn.Module, row: PlanRow) -> str:
         return f"its layout is {tensor.layout}"
     if tensor.dtype not in FLOATING:
         return f"its dtype {tensor.dtype} cannot be quantized; valid: {', '.join(map(str, FLOATING))}"
-    expected = tuple(row.shape[::-1] if row.transposed else row.shape)
+    *experts, n, k = row.shape
+    expected = (*experts, k, n) if row.transposed else row.shape
     if tuple(tensor.shape) != expected:
         return f"its shape is {tuple(tensor.shape)}, planned was {expected}"
     return ""
@@ -269,7 +288,7 @@ def _obstacle(model: nn.Module, row: PlanRow) -> str:
 def _nonfinite(tensor: Tensor) -> str:
     if isinstance(tensor, QuantizedWeight) or _without_data(tensor):
         return ""
-    bad = panels.count_nonfinite(tensor.detach())
+    bad = count_nonfinite(tensor.detach())
     return f"{bad} of {tensor.numel()} values are NaN or Inf (allow_nonfinite=True lets them through)" if bad else ""
 
 

@@ -68,19 +68,21 @@ class Forecaster:
         self._known: dict[tuple[object, ...], Forecast] = {}
 
     def of(self, candidate: Candidate, slot: Slot, config: QuantizationConfig) -> Forecast:
-        """The forecast for a matrix in the formats of `slot`; an expert that is a layer of its own is a linear one."""
+        """The forecast for a weight in the formats of `slot`; an expert that is a layer of its own is a linear one."""
         device = self._device or candidate.device.type
-        kind = "embedding" if candidate.kind == "embedding" else "linear"
+        kind = "embedding" if candidate.kind == "embedding" else "linear" if len(candidate.shape) == 2 else "experts"
         backend = {"linear": config.linear_backend, "moe": config.moe_backend}.get(candidate.kind, AUTO)
-        key = (kind, slot, candidate.shape, candidate.dtype, device, backend, config.fast_accum)
+        shape = (candidate.shape, candidate.shards)
+        key = (kind, slot, shape, candidate.dtype, device, backend, config.fast_accum)
         if key not in self._known:
             self._known[key] = _forecast(kind, slot, candidate, device, backend, config.fast_accum)
         return self._known[key]
 
 
 def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend: str, fast_accum: bool) -> Forecast:
-    n, k = candidate.shape
-    before, after = candidate.bytes, quantized_bytes(get_format(slot.weight), n, k)
+    *stacked, n, k = candidate.shape
+    matrices = candidate.shards * (stacked[0] if stacked else 1)
+    before, after = candidate.bytes, matrices * quantized_bytes(get_format(slot.weight), n // candidate.shards, k)
     product = (kind, slot.weight, slot.activation, n, k, device, candidate.dtype)
     choice = registry.select(*product)
     refusal = ""
@@ -92,7 +94,7 @@ def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend:
         choice = registry.KernelChoice(FAST_ACCUM, "fast_accum asks for it")
     loss = f"takes more bytes than before ({after} instead of {before})" if after > before else ""
     note = ""
-    if kind == "linear" and device != "meta":
+    if kind != "embedding" and device != "meta":
         lost = _rows_lost_on_gpu(slot, n, k) if device == "cuda" and choice.name != "reference" else ()
         loss = loss or _slow(choice.name, n * k, device, lost)
         note = "" if loss else _slow_for_some(lost)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from olq_fx.expert_layouts import layout_of
 from olq_fx.left_alone import Place, holds_experts, in_experts, reason_for
 from olq_fx.schemes import Slot
 
 CandidateKind = Literal["linear", "moe", "embedding"]
 
-EXPERTS_NOT_YET = "expert weights in one tensor are not converted in this version"
 SCRIPTED = "its module is TorchScript, whose code takes plain tensors only; quantize the module that it was made from"
 ALREADY_QUANTIZED = "already quantized"
 COMPUTED = "its weight is computed by {how}, not stored; remove the parametrization first"
@@ -47,8 +47,10 @@ class Use:
         place, leaf: the owner, and the parameter's name there.
         tensor: the parameter; of a computed weight one of those that it is computed from.
         kind: `linear`, `moe` or `embedding`.
-        shape: (N, K); of stacked experts as stored.
-        transposed: stored as (K, N).
+        shape: (N, K); of experts in one tensor (E, N, K), or as stored where that is not known.
+        transposed: stored as (K, N), or (E, K, N).
+        shards: how many matrices with scales of their own are merged along N.
+        interleaved: whether these take turns row by row.
         known: whether the owner says that its use is a linear layer, or an embedding.
         left_alone: why it is left alone by default, or "".
         blocked: why it cannot be converted, or "".
@@ -61,6 +63,8 @@ class Use:
     kind: CandidateKind
     shape: tuple[int, ...]
     transposed: bool = False
+    shards: int = 1
+    interleaved: bool = False
     known: bool = True
     left_alone: str = ""
     blocked: str = ""
@@ -252,16 +256,15 @@ def _bare(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> U
     if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
         return None
     shape = _logical_shape(tensor, False)
-    stacked = tensor.dim() == 3 and (holds_experts(place) or leaf in _EXPERT_WEIGHTS)
-    if stacked or (tensor.dim() == 2 and holds_experts(place)):
-        return Use(place=place, leaf=leaf, tensor=tensor, kind="moe", shape=shape, blocked=EXPERTS_NOT_YET)
+    if tensor.dim() == 3 and (holds_experts(place) or leaf in _EXPERT_WEIGHTS):
+        return _stacked(place, leaf, tensor, outputs)
     if tensor.dim() != 2:
         return None
     return Use(
         place=place,
         leaf=leaf,
         tensor=tensor,
-        kind="linear",
+        kind="moe" if holds_experts(place) and not reason_for(place, outputs) else "linear",
         shape=shape,
         transposed=_stored_transposed(tensor),
         known=_spec(tensor) is not None,
@@ -272,7 +275,27 @@ def _bare(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> U
     )
 
 
-def _obstacle(module: nn.Module, tensor: Tensor) -> str:
+def _stacked(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Use:
+    """The weights of all experts in one tensor. Where their orientation is not known, only their use shows it."""
+    module = place.module
+    layout = layout_of(module, leaf, tensor)
+    shape = tuple(tensor.shape)
+    return Use(
+        place=place,
+        leaf=leaf,
+        tensor=tensor,
+        kind="moe",
+        shape=shape if layout is None else layout.logical(shape),
+        transposed=layout is not None and layout.transposed,
+        shards=1 if layout is None else layout.shards,
+        interleaved=layout is not None and layout.interleaved,
+        known=layout is not None,
+        left_alone=reason_for(place, outputs),
+        blocked=_obstacle(module, tensor, dimensions=3),
+    )
+
+
+def _obstacle(module: nn.Module, tensor: Tensor, dimensions: int = 2) -> str:
     """Why a linear layer's or an embedding's weight cannot be converted, judged by how it is stored."""
     if _spec(tensor) is not None:
         return ""
@@ -283,7 +306,7 @@ def _obstacle(module: nn.Module, tensor: Tensor) -> str:
         return f"{ALREADY_QUANTIZED} by {library} ({type(tensor).__name__})"
     if _narrow(tensor) and _has_scales(module):
         return _already(tensor)
-    if tensor.dim() != 2:
+    if tensor.dim() != dimensions:
         return f"it is stored with shape {tuple(tensor.shape)}, not as a matrix"
     if tensor.layout != torch.strided:
         return f"it is stored as {str(tensor.layout).removeprefix('torch.')}, not as a dense matrix"

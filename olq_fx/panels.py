@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from olq_fx import numerics
-from olq_fx.errors import ConversionError
 from olq_fx.formats import Format
 from olq_fx.kernels import native
 from olq_fx.numerics import Parts, part_specs
@@ -76,19 +75,6 @@ def count_nonfinite(source: Tensor) -> int:
         if panel.numel() and not bool(torch.isfinite(_extreme(panel))):
             count += int((~torch.isfinite(panel)).sum())
     return count
-
-
-def check_values(source: Tensor, label: str) -> None:
-    """Refuse values that cannot be converted.
-
-    Raises:
-        ConversionError: a dtype that is not a floating one, or NaN or Inf among the values.
-    """
-    if not source.is_floating_point():
-        raise ConversionError(f"{label} cannot be given values of {source.dtype}: a floating dtype is needed")
-    matrix = source.detach().reshape(-1, source.shape[-1]) if source.dim() else source.detach().reshape(1, 1)
-    if bad := count_nonfinite(matrix):
-        raise ConversionError(f"{label} cannot be given these values: {bad} of {source.numel()} are NaN or Inf")
 
 
 def cut(n: int, k: int, elements: int, format: Format | None = None) -> Iterator[tuple[int, int, int, int]]:

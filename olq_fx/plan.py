@@ -52,13 +52,13 @@ class PlanRow:
         path, module_path: the parameter and its module, by their first names.
         names: every path of the parameter.
         kind: `linear`, `moe` or `embedding`.
-        shape: (N, K) whatever the storage; of stacked experts as stored.
+        shape: (N, K) whatever the storage; of experts in one tensor (E, N, K), or as stored where that is not known.
         dtype: original precision.
         decision: `quantize`; `leave` in original precision; `already` converted before, and kept; `override` the
             activations only of a weight that was converted before.
         slot: its formats; None for `leave`.
         weight_rule, activation_rule: the scale rules; "" where there is none.
-        transposed: whether it is stored as (K, N).
+        transposed: whether it is stored as (K, N), or (E, K, N).
         kernel: the predicted kernel; "" for `leave`.
         kernel_reason: why no better kernel runs it, or "".
         reason: why it is left, or kept as it is; "" for `quantize`.
@@ -69,6 +69,8 @@ class PlanRow:
         asked: whether the configuration asks for it to be quantized.
         allow_nonfinite: whether it is converted even if it has NaN or Inf.
         requested_kernel: the kernel that the configuration asks for, or "".
+        shards: how many matrices with scales of their own are merged along N (gate and up of experts).
+        interleaved: whether these take turns row by row.
     """
 
     path: str
@@ -92,6 +94,8 @@ class PlanRow:
     asked: bool
     allow_nonfinite: bool = False
     requested_kernel: str = ""
+    shards: int = 1
+    interleaved: bool = False
 
     @property
     def formats(self) -> str:
@@ -352,6 +356,8 @@ def _row_like(candidate: Candidate, like: PlanRow) -> PlanRow:
         asked=like.asked,
         allow_nonfinite=like.allow_nonfinite,
         requested_kernel=like.requested_kernel,
+        shards=candidate.shards,
+        interleaved=candidate.interleaved,
     )
 
 
@@ -385,6 +391,8 @@ def _row(candidate: Candidate, verdict: Verdict) -> PlanRow:
         asked=verdict.asked,
         allow_nonfinite=config.allow_nonfinite,
         requested_kernel="" if forecast is None else forecast.requested,
+        shards=candidate.shards,
+        interleaved=candidate.interleaved,
     )
 
 

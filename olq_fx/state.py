@@ -11,6 +11,9 @@
 These are the names and layouts of compressed-tensors where it has the format. A parameter called `in_proj_weight` has
 `in_proj_weight_scale`, and so on. Codes are laid out by rows of N, also where the parameter reads (K, N).
 
+Of experts in one tensor each part has E in front; where gate and up are merged, those of the gate come before those of
+the up, also where the parameter has them by turns. A scale of a whole matrix is (E, 1, 1), or (E, 2, 1) of the two.
+
 Loading writes into the storage that is there, so that compiled code and CUDA graphs stay valid; a weight on meta gets
 storage on the device of what is loaded. With `assign=True` loaded parts are taken as they are, as torch does.
 """
@@ -23,7 +26,6 @@ from torch import Tensor, nn
 
 from olq_fx.errors import OlqFxError
 from olq_fx.formats import Format
-from olq_fx.numerics import part_specs
 from olq_fx.weights import FLOATING, QuantizedWeight, become, fill
 
 
@@ -41,17 +43,18 @@ def part_names(parameter: str, format: Format) -> tuple[str, ...]:
 
 
 def part_shapes(weight: QuantizedWeight) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shape and dtype of each part as it is saved: a scale of the whole tensor is (1,), not a grid of (1, 1)."""
-    rows = weight.codes.shape[0]
-    found = part_specs(weight.spec.format, rows, weight.reduction_size)
-    single = _single(weight.spec.format)
-    return tuple(((1,) if s else part.shape, part.dtype) for part, s in zip(found, single, strict=True))
+    """Shape and dtype of each part as it is saved: a scale of a whole matrix is (1,), not a grid of (1, 1)."""
+    single = _single(weight)
+    return tuple(
+        ((1,) if one else tuple(part.shape), part.dtype) for part, one in zip(weight.parts, single, strict=True)
+    )
 
 
-def _single(format: Format) -> list[bool]:
-    """Of each part, whether there is one for the whole tensor."""
-    single = [False, format.group == (None, None)]
-    return single if format.coarse is None else [*single, format.coarse == (None, None)]
+def _single(weight: QuantizedWeight) -> list[bool]:
+    """Of each part, whether there is one number for the whole matrix; experts have some each."""
+    format, matrix = weight.spec.format, weight.codes.dim() == 2
+    single = [False, matrix and format.group == (None, None)]
+    return single if format.coarse is None else [*single, matrix and format.coarse == (None, None)]
 
 
 def attach(module: nn.Module) -> None:
@@ -82,7 +85,7 @@ def save_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
         if prefix + name not in state_dict or weight.pending is not None:
             continue
         del state_dict[prefix + name]
-        single = _single(weight.spec.format)
+        single = _single(weight)
         for key, part, whole in zip(part_names(name, weight.spec.format), weight.parts, single, strict=True):
             state_dict[prefix + key] = part.reshape(1) if whole else part
 
@@ -209,8 +212,7 @@ def _load_original(weight: QuantizedWeight, values: Tensor, assign: bool) -> Non
 
 def _load_parts(weight: QuantizedWeight, found: Sequence[Tensor], assign: bool) -> None:
     """Copy parts that fit into a weight, or assign them to it."""
-    expected = part_specs(weight.spec.format, weight.codes.shape[0], weight.reduction_size)
-    given = [part.detach().reshape(spec.shape) for part, spec in zip(found, expected, strict=True)]
+    given = [part.detach().reshape(own.shape) for part, own in zip(found, weight.parts, strict=True)]
     if weight.pending is None and not assign:
         with torch.no_grad():
             for own, part in zip(weight.parts, given, strict=True):

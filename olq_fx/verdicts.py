@@ -101,7 +101,7 @@ class Judge:
             kind = (
                 *(candidate.kind, candidate.shape, candidate.dtype, candidate.device, candidate.left_alone),
                 *(candidate.blocked, candidate.use_known, candidate.current, candidate.current_rules),
-                candidate.checkpoint,
+                *(candidate.checkpoint, candidate.shards),
             )
             found = self._alike.get(kind) or self._alike.setdefault(kind, self._judged(number, candidate))
         verdict, refusals, why = found

@@ -20,31 +20,58 @@ What works on one, in eager mode, under autocast, in inference mode, and traced 
 - embedding, index_select, integer indexing: dequantized rows, only those asked for.
 - statistics and comparisons (norm, sum, mean, max, ==, ...): of the dequantized values.
 
+Experts in one tensor (E, N, K) or (E, K, N) are a `QuantizedStack`, a QuantizedWeight with these products:
+
+- bmm, baddbmm, matmul, grouped_mm, einsums with all experts, `transformers::grouped_mm_fallback`.
+- `weight[ids]` (nothing is gathered) and those; `weight[i]`, unbind, and what a matrix can.
+
 Everything else raises UnsupportedError with the weight's name: arithmetic would leave the quantized product in silence.
 """
 
 import torch
 from torch import Tensor
 
-from olq_fx import panels
+from olq_fx import weights_experts  # noqa: F401 (it says what operators do on experts)
 from olq_fx.weights_aten import FLOATING
+from olq_fx.weights_encoding import encode, without_values
 from olq_fx.weights_functions import become, fill
+from olq_fx.weights_stack import QuantizedStack
 from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec
 
-__all__ = ["FLOATING", "Pending", "QuantizedWeight", "WeightSpec", "become", "fill", "quantize_weight"]
+__all__ = [
+    "FLOATING",
+    "Pending",
+    "QuantizedStack",
+    "QuantizedWeight",
+    "WeightSpec",
+    "become",
+    "fill",
+    "pending_weight",
+    "quantize_weight",
+]
 
 
 def quantize_weight(values: Tensor, spec: WeightSpec, device: torch.device | None = None) -> QuantizedWeight:
-    """Convert a matrix.
+    """Convert a matrix, or the matrices of experts.
 
     Args:
-        values: (N, K), or (K, N) if `spec.transposed`; any floating dtype and strides.
+        values: (N, K), or (K, N) if `spec.transposed`; of E experts (E, N, K) or (E, K, N). Any floating dtype and
+            strides.
         spec: how to store and use it.
         device: where the parts go; by default where `values` are.
 
     Returns:
         A weight of the shape, dtype and strides of `values`.
     """
-    matrix = values.detach().t() if spec.transposed else values.detach()
-    parts = panels.convert(matrix, spec.format, spec.weight_rule, values.device if device is None else device)
-    return QuantizedWeight(parts, spec, values.dtype, values.shape, values.stride())
+    parts = encode(values.detach(), spec, values.device if device is None else device)
+    return _kind(values.dim())(parts, spec, values.dtype, values.shape, values.stride())
+
+
+def pending_weight(like: Tensor, spec: WeightSpec, pending: Pending) -> QuantizedWeight:
+    """A weight of the shape, dtype and strides of `like` that has no data yet."""
+    parts = without_values(spec, like.shape)
+    return _kind(like.dim())(parts, spec, like.dtype, like.shape, like.stride(), pending)
+
+
+def _kind(dimensions: int) -> type[QuantizedWeight]:
+    return QuantizedStack if dimensions == 3 else QuantizedWeight

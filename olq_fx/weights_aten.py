@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olq_fx import numerics, panels
+from olq_fx import numerics
 from olq_fx.errors import PendingWeightError, UnsupportedError
+from olq_fx.weights_encoding import check_values, encode_into
 from olq_fx.weights_products import times_right
 from olq_fx.weights_tensor import Pending, QuantizedWeight, implements, unsupported
 from olq_fx.weights_views import is_row_axis, transposed
@@ -109,21 +110,26 @@ def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     if target.pending is not None:
         raise PendingWeightError(f"'{target.pending.path}' has no storage yet that {func} could write to")
     if isinstance(source, QuantizedWeight):
-        _copy_parts(target, source)
+        copy_parts(target, source)
     else:
         _refresh(target, source)
-    _mark_as_changed(target.parts)
+    mark_as_changed(target.parts)
     return target
 
 
-def _mark_as_changed(parts: Sequence[Tensor]) -> None:
+def mark_as_changed(parts: Sequence[Tensor]) -> None:
     """Let a backward pass that needs the old values notice; below autograd, writing does not do so by itself."""
     for part in parts:
         if not part.is_inference():
             torch.autograd.graph.increment_version(part)
 
 
-def _copy_parts(target: QuantizedWeight, source: QuantizedWeight) -> None:
+def copy_parts(target: QuantizedWeight, source: QuantizedWeight) -> None:
+    """Write the parts of an equal weight into those of `target`.
+
+    Raises:
+        UnsupportedError: it is stored in another way.
+    """
     kept = dataclasses.replace(
         source.ready().spec, rows_of_larger=target.spec.rows_of_larger, kernel=target.spec.kernel
     )
@@ -142,10 +148,8 @@ def _refresh(target: QuantizedWeight, source: Tensor) -> None:
         raise UnsupportedError(f"only a whole matrix can be copied into {target.label}")
     if target.spec.rows_of_larger:
         _check_rows_stand_alone(target)
-    panels.check_values(source, target.label)
-    spec = target.spec
-    values = source.detach().expand(target.shape)
-    panels.convert_into(target.parts, values.t() if spec.transposed else values, spec.format, spec.weight_rule)
+    check_values(source, target.label)
+    encode_into(target.parts, source.detach().expand(target.shape), target.spec)
 
 
 def _check_rows_stand_alone(target: QuantizedWeight) -> None:

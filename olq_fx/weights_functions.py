@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from olq_fx import panels, torch_private
+from olq_fx import torch_private
+from olq_fx import weights_expert_functions as experts
 from olq_fx.errors import PendingWeightError, UnsupportedError
+from olq_fx.weights_encoding import check_values, encode
 from olq_fx.weights_products import along_k
-from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, UnflattenedWeight, overrides, root_of
+from olq_fx.weights_stack import QuantizedStack
+from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, overrides, root_of
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -82,6 +85,8 @@ def _same_dtype(input: Tensor, bias: Tensor | None) -> bool:
 
 @overrides(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(func: Any, input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if (_is_stack(input) or _is_stack(other)) and not (args or kwargs):
+        return experts.matmul(input, other)
     if _is_matrix(other) and input.dim() > 2 and not (args or kwargs):
         return _flattened(input, lambda flat: torch.mm(flat, other))
     if _is_matrix(input) and other.dim() > 2 and not (args or kwargs):
@@ -99,6 +104,10 @@ def _is_matrix(tensor: Tensor) -> bool:
     return isinstance(tensor, QuantizedWeight) and tensor.dim() == 2
 
 
+def _is_stack(tensor: Tensor) -> bool:
+    return isinstance(tensor, QuantizedStack) and tensor.dim() > 2
+
+
 def _flattened(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function of (M, K) to (..., K)."""
     if x.dim() == 2:
@@ -114,6 +123,8 @@ def _einsum(func: Any, equation: str, *operands: Any) -> Any:
     found = [i for i, tensor in enumerate(tensors) if isinstance(tensor, QuantizedWeight)]
     axes = None
     if isinstance(equation, str) and len(tensors) == 2 and len(found) == 1:
+        if _is_stack(tensors[found[0]]):
+            return _einsum_of_experts(equation, tensors[found[0]], tensors[1 - found[0]], found[0])
         axes = linear_axes(equation, found[0], tensors[1 - found[0]].dim())
     if axes is None:
         raise UnsupportedError(
@@ -122,6 +133,22 @@ def _einsum(func: Any, equation: str, *operands: Any) -> Any:
     weight, x = tensors[found[0]], tensors[1 - found[0]]
     y = _linear(functional.linear, x.movedim(axes.reduced, -1), weight if axes.rows_first else weight.t())
     return y.permute(axes.order)
+
+
+def _einsum_of_experts(equation: str, weight: Any, x: Tensor, position: int) -> Tensor:
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    of_weight, of_x = _spell_out(terms[position], weight.dim()), _spell_out(terms[1 - position], x.dim())
+    once = [axis for axis in (*of_weight, *of_x) if [*of_weight, *of_x].count(axis) == 1]
+    digits = [axis for axis in of_x if not axis.isalpha()]
+    wanted = _spell_out(output, len(output.replace("...", "")) + len(digits)) if arrow else sorted(once)
+    axes = experts.expert_axes(of_weight, of_x, wanted)
+    if axes is None or len(of_weight) != weight.dim() or len(of_x) != x.dim():
+        raise UnsupportedError(
+            f"einsum {equation!r} is not a product of one input with the matrices of experts, so {weight.label} cannot "
+            "be used in it"
+        )
+    return experts.einsum(axes, of_x, wanted, x, weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +223,7 @@ def fill(weight: QuantizedWeight, source: Tensor, dtype: torch.dtype | None = No
         dtype: nominal dtype from then on; by default unchanged.
 
     Raises:
-        ConversionError: see `olq_fx.panels.check_values`.
+        ConversionError: see `olq_fx.weights_encoding.check_values`.
         UnsupportedError: `source` is not the whole matrix, or `weight` a view of it (torch would not let go of it).
     """
     pending, root = weight.pending, root_of(weight)
@@ -218,9 +245,8 @@ def fill(weight: QuantizedWeight, source: Tensor, dtype: torch.dtype | None = No
         )
         target.copy_(source)
     else:
-        panels.check_values(source, f"'{pending.path}'")
-        spec, values = root.spec, source.detach()
-        parts = panels.convert(values.t() if spec.transposed else values, spec.format, spec.weight_rule, device)
+        check_values(source, f"'{pending.path}'")
+        parts = encode(source.detach(), root.spec, device)
         target = root.like(parts=parts, dtype=dtype, pending=None)
     become(root, target)
 
@@ -276,7 +302,7 @@ def _converted(func: Any, weight: QuantizedWeight, *args: Any, **kwargs: Any) ->
     converts = isinstance(result, QuantizedWeight) and torch_private.converts_a_module()
     if converts and isinstance(weight, nn.Parameter) and torch_private.takes_data_of(weight, result):
         result = result.like()
-        result.__class__ = UnflattenedWeight
+        result.__class__ = result.unflattened
     return result
 
 

@@ -1,26 +1,20 @@
 """Products with a converted weight, below autograd, on matrices.
 
-Run eagerly, a product is one operator. Recorded by make_fx (torch.compile, torch.export), the quantization of the input
-is written out in aten, so that Inductor fuses it with its producer, and the product is the operator that takes
-quantized inputs; layers that read one input (q, k and v) share its quantization.
+Run eagerly, a product is one operator. Recorded by make_fx, the quantization of the input is written out
+(`weights_recording`), and the product is the operator that takes quantized inputs.
 """
-
-import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from olq_fx import numerics, torch_private
+from olq_fx import torch_private
 from olq_fx.errors import UnsupportedError
-from olq_fx.formats import get_format
 from olq_fx.kernels import reference
-from olq_fx.numerics import Parts
+from olq_fx.weights_expert_products import all_of_one, rows_along_k
+from olq_fx.weights_recording import quantized_once
+from olq_fx.weights_stack import QuantizedStack
 from olq_fx.weights_tensor import QuantizedWeight
-
-_QUANTIZED: "weakref.WeakKeyDictionary[Any, dict[tuple[Any, str, str], Parts]]" = weakref.WeakKeyDictionary()
-"""For each recording: (what was quantized, format, rule) -> its parts."""
 
 
 def times_right(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -46,6 +40,8 @@ def times_right(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
 
 def along_k(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """(M, K) to (M, N): `x` is quantized to the activation format."""
+    if isinstance(weight, QuantizedStack):
+        return rows_along_k(x, weight, all_of_one(weight, x.shape[0]), bias)
     skip = weight.spec.skip
     if not skip:
         return _emit(x, weight, bias)
@@ -61,23 +57,11 @@ def _emit(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
             x, parts, spec.weight, spec.activation, spec.activation_rule, bias, None, spec.kernel
         )
         return y
-    quantized = _quantized_once(x, spec.activation, spec.activation_rule, recording)
+    quantized = quantized_once(x, spec.activation, spec.activation_rule, recording)
     product: Tensor = torch.ops.olq_fx.quantized_linear.default(
         quantized, spec.activation, parts, spec.weight, x.shape[1], x.dtype, bias, None, spec.kernel
     )
     return product
-
-
-def _quantized_once(x: Tensor, activation: str, rule: str, recording: Any) -> Parts:
-    """The parts of `x`, recorded once for all products that read the same value in the same format."""
-    value = torch_private.recorded_value(x, recording)
-    if value is None:
-        return numerics.quantize(x, get_format(activation), rule)
-    known = _QUANTIZED.setdefault(recording, {})
-    key = (value, activation, rule)
-    if key not in known:
-        known[key] = numerics.quantize(x, get_format(activation), rule)
-    return known[key]
 
 
 def _along_n(gradient: Tensor, weight: QuantizedWeight) -> Tensor:

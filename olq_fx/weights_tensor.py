@@ -33,6 +33,8 @@ class WeightSpec:
             whole block, since its scale belongs to all of it.
         rows_of_larger: whether this is a view of some rows of a larger weight.
         kernel: name of the kernel that must run its products, "" for the best there is.
+        shards: of a stack of experts, how many matrices with scales of their own a weight consists of (gate and up).
+        interleaved: whether the rows of these take turns in the tensor; in the parts they lie one after the other.
     """
 
     weight: str
@@ -43,6 +45,8 @@ class WeightSpec:
     skip: int = 0
     rows_of_larger: bool = False
     kernel: str = ""
+    shards: int = 1
+    interleaved: bool = False
 
     @property
     def format(self) -> Format:
@@ -118,6 +122,9 @@ class QuantizedWeight(torch.Tensor):
     """
 
     __olq_fx_quantized__: ClassVar[bool] = True
+
+    _table: ClassVar[dict[Any, Handler]] = ATEN
+    """What aten operators do on weights of this kind."""
 
     codes: Tensor
     scale: Tensor
@@ -196,7 +203,7 @@ class QuantizedWeight(torch.Tensor):
         if size is None:
             size, stride = self.shape, self.stride() if stride is None else stride
         with self.ordinary():
-            result = QuantizedWeight(
+            result = self._wrapped(
                 self.parts if parts is None else parts,
                 self.spec if spec is None else spec,
                 self.dtype if dtype is None else dtype,
@@ -206,6 +213,23 @@ class QuantizedWeight(torch.Tensor):
             )
         result.path, result.was_trainable = self.path, self.was_trainable
         return result
+
+    def _wrapped(
+        self,
+        parts: Sequence[Tensor],
+        spec: WeightSpec,
+        dtype: torch.dtype,
+        size: Sequence[int],
+        stride: Sequence[int] | None,
+        pending: Pending | None,
+    ) -> "QuantizedWeight":
+        """A weight of this kind: the arguments are those of its class."""
+        return QuantizedWeight(parts, spec, dtype, size, stride, pending)
+
+    @property
+    def unflattened(self) -> "type[QuantizedWeight]":
+        """The class of weights of this kind that cannot be flattened."""
+        return UnflattenedWeight
 
     def view_like(self, **changes: Any) -> "QuantizedWeight":
         """`like`, for views: data that are copied into one reach this weight, also while it is pending."""
@@ -290,7 +314,7 @@ class QuantizedWeight(torch.Tensor):
         parts = tuple(_as_bytes(part) for part in self.parts)
         arguments = (self.spec, self.dtype, tuple(self.shape), self.stride(), self.pending)
         extra = _extra_attributes(self, {})
-        return _rebuild, (parts, *arguments, self.requires_grad, self.path, self.was_trainable, extra)
+        return _rebuild, (parts, *arguments, self.requires_grad, self.path, self.was_trainable, extra, type(self))
 
     @classmethod
     def __torch_function__(
@@ -313,7 +337,8 @@ class QuantizedWeight(torch.Tensor):
     ) -> Any:
         """Look the operator up; one without an entry is taken apart if it is composite, or refused by name."""
         kwargs = kwargs or {}
-        handler = ATEN.get(func)
+        # Operators of other libraries are known by their names.
+        handler = cls._table.get(func) or cls._table.get(str(func))
         if handler is None:
             decompose = getattr(func, "decompose", None)
             result = NotImplemented if decompose is None else decompose(*args, **kwargs)
@@ -377,7 +402,7 @@ def _as_bytes(part: Tensor) -> tuple[Tensor, torch.dtype]:
     return part.view(torch.uint8) if part.dtype.itemsize == 1 else part, part.dtype
 
 
-OWN_ATTRIBUTES = frozenset({"codes", "scale", "coarse", "spec", "pending", "path", "was_trainable", "root"})
+OWN_ATTRIBUTES = frozenset({"codes", "scale", "coarse", "spec", "pending", "path", "was_trainable", "root", "ids"})
 """The attributes that this file sets on a weight."""
 
 
@@ -403,8 +428,9 @@ def _rebuild(
     path: str,
     was_trainable: bool,
     extra: dict[str, Any],
+    kind: type[QuantizedWeight],
 ) -> QuantizedWeight:
     """What pickle calls."""
-    weight = QuantizedWeight([part.view(kept) for part, kept in parts], spec, dtype, size, stride, pending)
+    weight = kind([part.view(kept) for part, kept in parts], spec, dtype, size, stride, pending)
     weight.path, weight.was_trainable = path, was_trainable
     return _with_attributes(weight, requires_grad, extra)

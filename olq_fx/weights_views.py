@@ -12,14 +12,14 @@ from olq_fx.weights_tensor import QuantizedWeight, implements, unsupported
 
 aten = torch.ops.aten
 
-_aliasing: Callable[..., Any] = torch_private.return_and_correct_aliasing
+aliasing: Callable[..., Any] = torch_private.return_and_correct_aliasing
 """Tells autograd and the compiler that a result aliases its base."""
 
 
 @implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default, metadata_only=True)
 def _alias(func: Any, weight: QuantizedWeight) -> Any:
     alias = weight.view_like()
-    return _aliasing(func, (weight,), {}, alias) if type(weight) is QuantizedWeight else alias
+    return aliasing(func, (weight,), {}, alias) if type(weight) is QuantizedWeight else alias
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, metadata_only=True)
@@ -47,12 +47,12 @@ def _expand(func: Any, weight: QuantizedWeight, size: Sequence[int], *, implicit
     if weight.dim() < 2 or tuple(shape) != tuple(weight.shape[-2:]):
         raise unsupported(func, (weight,), {})
     result = weight.view_like(size=[*size[:-2], *shape], stride=[*[0] * (len(size) - 2), *weight.stride()[-2:]])
-    return _aliasing(func, (weight, size), {}, result)
+    return aliasing(func, (weight, size), {}, result)
 
 
 @implements(aten.t.default, metadata_only=True)
 def _t(func: Any, weight: QuantizedWeight) -> Any:
-    return _aliasing(func, (weight,), {}, transposed(weight))
+    return aliasing(func, (weight,), {}, transposed(weight))
 
 
 @implements(aten.transpose.int, metadata_only=True)
@@ -63,7 +63,7 @@ def _transpose(func: Any, weight: QuantizedWeight, dim0: int, dim1: int) -> Any:
         return _alias(aten.alias.default, weight)
     if axes != last:
         raise unsupported(func, (weight,), {})
-    return _aliasing(func, (weight, dim0, dim1), {}, transposed(weight))
+    return aliasing(func, (weight, dim0, dim1), {}, transposed(weight))
 
 
 @implements(aten.permute.default, metadata_only=True)
@@ -73,7 +73,7 @@ def _permute(func: Any, weight: QuantizedWeight, dims: Sequence[int]) -> Any:
         return _alias(aten.alias.default, weight)
     if order != [1, 0]:
         raise unsupported(func, (weight,), {})
-    return _aliasing(func, (weight, dims), {}, transposed(weight))
+    return aliasing(func, (weight, dims), {}, transposed(weight))
 
 
 def transposed(weight: QuantizedWeight) -> QuantizedWeight:
@@ -91,12 +91,12 @@ def _slice(
     func: Any, weight: QuantizedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
     length = weight.shape[dim]
-    begin, stop = _bounds(length, 0 if start is None else start, length if end is None else end)
+    begin, stop = bounds(length, 0 if start is None else start, length if end is None else end)
     if (begin, stop, step) == (0, length, 1):
         return _alias(aten.alias.default, weight)
     if step != 1 or not is_row_axis(weight, dim):
         raise unsupported(func, (weight,), {})
-    return _aliasing(func, (weight, dim, start, end, step), {}, rows(weight, begin, stop))
+    return aliasing(func, (weight, dim, start, end, step), {}, rows(weight, begin, stop))
 
 
 @implements(aten.split.Tensor, metadata_only=True)
@@ -125,7 +125,7 @@ def _select(func: Any, weight: QuantizedWeight, dim: int, index: int) -> Any:
     row = rows(weight, index % length, index % length + 1)
     spec = dataclasses.replace(row.spec, transposed=False)
     result = row.view_like(spec=spec, size=[k], stride=[weight.stride()[1 - dim % 2]])
-    return _aliasing(func, (weight, dim, index), {}, result)
+    return aliasing(func, (weight, dim, index), {}, result)
 
 
 def rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
@@ -143,6 +143,7 @@ def is_row_axis(weight: QuantizedWeight, dim: int) -> bool:
     return weight.dim() == 2 and dim % 2 == (1 if weight.spec.transposed else 0)
 
 
-def _bounds(length: int, start: int, end: int) -> tuple[int, int]:
+def bounds(length: int, start: int, end: int) -> tuple[int, int]:
+    """Where a slice of an axis of this length begins and ends."""
     start, end = (min(max(bound + length if bound < 0 else bound, 0), length) for bound in (start, end))
     return start, max(start, end)
