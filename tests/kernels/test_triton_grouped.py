@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from olq_fx.errors import ConversionError
-from olq_fx.formats import FORMATS, get_format
+from olq_fx.formats import FORMATS, block_formats, get_format
 from olq_fx.kernels import experts, triton_experts, triton_product
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Segments
@@ -159,18 +159,27 @@ def test_without_a_tail_rows_of_nobody_are_not_touched(interpreter, scheme):
     assert y[:21].isfinite().all()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("weight", ["fp8_per_tensor_static", "nvfp4"])
-def test_each_shard_of_an_expert_has_its_own_scale_of_the_whole(interpreter, weight, interleaved):
-    w = torch.randn(3, 48, 64)
-    w[:, ::2] *= 50
-    w[:, 24:] *= 7
-    stack = stack_of(w, weight, torch.randn(3, 48), shards=2, interleaved=interleaved)
-    assert stack.shards == 2
+@pytest.mark.parametrize("weight", ["fp8_per_tensor_static", "nvfp4", "fp8_per_block_static", "fp8_per_channel_static"])
+def test_each_shard_of_an_expert_is_quantized_by_itself(interpreter, weight):
+    """Scales of the whole shard, of blocks of rows that end with it, and those that know of no shards."""
+    w = torch.randn(3, 300, 64)
+    w[:, 150:] *= 7
+    stack = stack_of(w, weight, torch.randn(3, 300), shards=2)
     for activation in (get_format(weight).default_activation, ""):
         for capability in CAPABILITIES:
             x = torch.randn(25, 64).bfloat16()
             check(interpreter, x, stack, activation, segments_of([20, 0, 4]), capability)
+
+
+@pytest.mark.parametrize("rows", [32, 64, 128, 256])
+@pytest.mark.parametrize("size", [1, 31, 96, 130, 256])
+def test_blocks_of_rows_begin_anew_with_a_shard(interpreter, rows, size):
+    weight, activation = block_formats(rows, 64)
+    w = torch.randn(2, 3 * size, 130) * torch.tensor([1.0, 8.0, 64.0]).repeat_interleave(size)[:, None]
+    stack = stack_of(w, weight, shards=3)
+    assert stack.whole == (size % rows == 0)
+    for m in (3, 40):
+        check(interpreter, torch.randn(2 * m, 130).bfloat16(), stack, activation, segments_of([m, m]))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -253,7 +262,7 @@ ALL_CODE = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capabilit
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability):
     slot, count, n, k = SCHEMES[scheme].moe, 64, 3072, 4096
-    stack = meta_stack(count, n, k, slot.weight, bias=True)
+    stack = meta_stack(count, n, k, slot.weight, bias=True, shards=2)
     for tokens, top_k in ((8, 8), (512, 8), (8192, 8)):
         m = tokens * top_k
         segments = Segments(meta((count + 1,), torch.int32), meta((m,), torch.int32), top_k)
