@@ -30,6 +30,7 @@ from olq_fx.kernels.tuned_tables import tuned
 
 _FLOAT8 = 89
 _PLAIN = Tile(8, 256)
+_NARROW = 64
 _NAMES = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
 
 
@@ -126,7 +127,7 @@ def grouped_calls(
     """
     a, b = operand_of(x, activation_format), _expert_operand(stack)
     m, n = out.shape
-    instruction = instruction_of(a, b, k, capability, fast_accum)
+    instruction, shard = instruction_of(a, b, k, capability, fast_accum), _shard_of(stack, b)
     chosen = (
         blocking
         or tuned(
@@ -134,11 +135,10 @@ def grouped_calls(
             fast_accum=fast_accum,
             experts=segments.experts,
         )
-        or grouped_blocking_of(m, segments.experts, a, b, instruction, capability)
+        or _of_shards(grouped_blocking_of(m, segments.experts, a, b, instruction, capability), shard)
     )
     table, calls = table_calls(segments, m, chosen.block_m, tail)
     tiles = table.shape[1]
-    shard = _shard_of(stack, b)
     tensors = (a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale)
     strides = (a.codes.stride(0), *a.strides, *b.codes.stride()[:2], *_strides(b.inner_scale), *_strides(b.outer_scale))
     args = (
@@ -152,7 +152,7 @@ def grouped_calls(
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
         "EVEN_K": k % chosen.block_k == 0,
-        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0 and not shard,
+        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == shard % chosen.block_n == 0,
         "SWAP": chosen.swap,
         "GATHER": segments.top_k if gather else 0,
         "SCATTER": scatter,
@@ -183,6 +183,17 @@ def _shard_of(stack: Stack, b: Operand) -> int:
     """Rows of a shard that ends within a group of scales along K; 0 where groups know of no shards."""
     n = stack.parts[0].shape[1] // stack.shards
     return n if b.outer == "k" and stack.shards > 1 and n % b.group else 0
+
+
+def _of_shards(blocking: Blocking, shard: int) -> Blocking:
+    """Narrow tiles for shards of so many rows, which divide it or are low too.
+
+    A scale for each column leaves no room for the sums of a larger one.
+    """
+    if not shard or blocking.swap or blocking.block_n <= _NARROW:
+        return blocking
+    block_m = blocking.block_m if shard % _NARROW == 0 else min(blocking.block_m, 64)
+    return dataclasses.replace(blocking, block_m=block_m, block_n=_NARROW)
 
 
 def _strides(scale: Tensor | None) -> tuple[int, ...]:

@@ -61,14 +61,20 @@ def _outer(
 ):  # fmt: skip
     """The outer scales (rows,) of a K-block.
 
-    GROUP_R: rows of a group; 0 for the whole axis. SHARD_R: 0, or the rows after which groups begin anew.
+    GROUP_R, SHARD_R: see `_group_at`; GROUP_R is 0 for the whole axis.
     """
-    if SHARD_R > 0:
-        high = rows // SHARD_R * ((SHARD_R + GROUP_R - 1) // GROUP_R) + rows % SHARD_R // GROUP_R
-    else:
-        high = rows // GROUP_R if GROUP_R > 0 else rows * 0
+    high = _group_at(rows, GROUP_R, SHARD_R) if GROUP_R > 0 else rows * 0
     at = high.to(tl.int64) * row_stride + tl.cast(column, tl.int64) * column_stride
     return tl.load(scale + at, mask=rows < R, other=0.0)
+
+
+@triton.jit
+def _group_at(rows, GROUP_R: tl.constexpr, SHARD_R: tl.constexpr):
+    """The groups of GROUP_R rows that rows are in. SHARD_R: 0, or the rows after which groups begin anew."""
+    if SHARD_R > 0:
+        return rows // SHARD_R * ((SHARD_R + GROUP_R - 1) // GROUP_R) + rows % SHARD_R // GROUP_R
+    else:
+        return rows // GROUP_R
 
 
 @triton.jit
@@ -161,7 +167,7 @@ def accumulated(
     A_OUTER_K: tl.constexpr, B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
     B_SHARD: tl.constexpr = 0,
 ):  # fmt: skip
-    """`acc` plus the sum over one K-block times its outer scales. B_SHARD: of b's groups, see `_outer`."""
+    """`acc` plus the sum over one K-block times its outer scales. B_SHARD: of b's groups, see `_group_at`."""
     left = tl.full(a_rows.shape, 1.0, tl.float32)
     if A_OUTER == "k":
         left = _outer(a_outer, a_rows, first // A_OUTER_K, M, a_outer_m, a_outer_k, A_GROUP)
@@ -181,7 +187,7 @@ def accumulated_rows(
         return _added(acc, partial, left[None, :] if SWAP else left[:, None])
     if UNIFORM_B:
         # All columns of the tile share one scale: one product a row, not one an element.
-        high = tl.min(b_rows, axis=0) // B_GROUP
+        high = _group_at(tl.min(b_rows, axis=0), B_GROUP, B_SHARD)
         right = tl.load(b_outer + high.to(tl.int64) * b_outer_n + tl.cast(first // B_OUTER_K, tl.int64) * b_outer_k)
         both = tl.minimum(left * right, LARGEST)
         both = tl.where(left == left, both, left)
@@ -210,7 +216,7 @@ def sum_over(
     """The sums of one tile over columns `start` to `end` of K, but for the scales that are the same along K.
 
     `rows` of `a` need not follow each other; one that is M or more counts as zeros. B_SHARD: of b's groups, see
-    `_outer`. The rest is as in `product`.
+    `_group_at`. The rest is as in `product`.
     """
     HIGH: tl.constexpr = columns.shape[0] if SWAP else rows.shape[0]
     WIDE: tl.constexpr = rows.shape[0] if SWAP else columns.shape[0]

@@ -1,5 +1,7 @@
 """Products of ragged segments by Triton kernels: every pair of formats within the derived bound."""
 
+import itertools
+
 import pytest
 import torch
 from expert_samples import meta, meta_rows, meta_stack, quantized, segments_of, stack_of
@@ -172,7 +174,7 @@ def test_each_shard_of_an_expert_is_quantized_by_itself(interpreter, weight):
 
 
 @pytest.mark.parametrize("rows", [32, 64, 128, 256])
-@pytest.mark.parametrize("size", [1, 31, 96, 130, 256])
+@pytest.mark.parametrize("size", [1, 31, 96, 130, 192])
 def test_blocks_of_rows_begin_anew_with_a_shard(interpreter, rows, size):
     weight, activation = block_formats(rows, 64)
     w = torch.randn(2, 3 * size, 130) * torch.tensor([1.0, 8.0, 64.0]).repeat_interleave(size)[:, None]
@@ -276,6 +278,18 @@ def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability)
         wanted = INSTRUCTIONS[call.constants["DOT"], capability]
         [code] = assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
         assert "cp.async" in code.ptx, "weights are not read ahead"
+
+
+@pytest.mark.parametrize("capability", ALL_CODE)
+def test_the_code_of_shards_that_end_within_a_block_stays_in_registers(capability):
+    segments = Segments(meta((33,), torch.int32))
+    for m, n, activation in itertools.product((32, 4096), (2880, 2900), ("fp8_per_block_dynamic", "")):
+        stack = meta_stack(32, 2 * n, 2880, "fp8_per_block_static", bias=True, shards=2)
+        given = (meta_rows(activation, m, 2880), activation, stack, 2880, meta((m, 2 * n)), segments)
+        call = triton_experts.grouped_calls(*given, tail=False, capability=capability)[-1]
+        assert call.constants["B_SHARD"] == n
+        wanted = INSTRUCTIONS[call.constants["DOT"], capability]
+        assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
 
 
 def test_few_rows_an_expert_lie_on_the_narrow_side():
