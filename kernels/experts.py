@@ -11,6 +11,10 @@ experts of another device (index E), or to none.
 
 Every product is that of `reference.quantized_linear`, rounded once to the dtype; weights of tokens are applied in
 float32, and the k products of a token are added in float32 in their order and rounded once.
+
+A weight (N, K) of an expert is `shards` matrices (n, K), n = N / shards, one after the other: gate and up are two. Each
+is quantized by itself, and its parts lie one after the other along their rows (`part_specs_of_stack`). So one that was
+stored merged, split or interleaved has the same bytes.
 """
 
 import dataclasses
@@ -24,7 +28,7 @@ from torch.nn import functional
 
 from olq_fx import numerics
 from olq_fx.errors import ConversionError
-from olq_fx.formats import get_format
+from olq_fx.formats import Format, get_format
 from olq_fx.kernels import reference
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
@@ -58,41 +62,36 @@ class Stack:
     """One weight of each of E experts.
 
     Attributes:
-        parts: those of (N, K), `numerics.part_specs`, each with E of them in front. Where a scale belongs to a whole
-            tensor, it may be one for each of several shards of its rows: (E, shards, 1).
+        parts: those of `part_specs_of_stack`.
         format: its name.
         bias: (E, N) or None.
-        interleaved: whether the shards take turns row by row, instead of lying one after the other.
+        shards: how many matrices a weight is made of, each quantized by itself.
     """
 
     parts: Sequence[Tensor]
     format: str
     bias: Tensor | None = None
-    interleaved: bool = False
+    shards: int = 1
 
     @property
-    def shards(self) -> int:
-        """How many scales of the whole tensor an expert has; 1 where the format has none such."""
-        found = get_format(self.format)
-        whole = (None, None)
-        return (
-            self.parts[1].shape[1] if found.group == whole else self.parts[2].shape[1] if found.coarse == whole else 1
-        )
+    def whole(self) -> bool:
+        """Whether the parts of an expert are also those of one matrix (N, K): no scale begins anew with a shard."""
+        found, n = get_format(self.format), self.parts[0].shape[1] // self.shards
+        heights = [found.group[0], found.coarse[0]] if found.coarse else [found.group[0]]
+        return self.shards == 1 or all(height is not None and n % height == 0 for height in heights)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gated:
-    """The activation between the two products of an expert: act(gate) x up.
+    """The activation between the two products of an expert: act(gate) x up, or act(up) where there is no gate.
 
     Attributes:
         kind: `silu`, `gelu` (by erf), `gelu_tanh`, or `clamped`, which is that of gpt-oss: gate at most `limit`, up
             within +-`limit`, (up + 1) x gate x sigmoid(alpha x gate).
-        interleaved: whether gate and up take turns column by column, instead of being the two halves.
         alpha, limit: of `clamped`.
     """
 
     kind: Kind
-    interleaved: bool = False
     alpha: float = 1.702
     limit: float = 7.0
 
@@ -102,7 +101,7 @@ class Layer:
     """The experts of a layer.
 
     Attributes:
-        gate_up: (E, 2 I, H).
+        gate_up: (E, 2 I, H) of two shards.
         down: (E, H, I).
         gated: what is between them.
         activation_format: of what both products read; "" for original precision.
@@ -114,6 +113,35 @@ class Layer:
     gated: Gated
     activation_format: str = ""
     rule: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackSpec:
+    """What one part of a stack is: `codes`, `scale` or `coarse`, with its shape and dtype."""
+
+    name: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+
+def part_specs_of_stack(format: Format, experts: int, n: int, k: int, shards: int) -> tuple[StackSpec, ...]:
+    """The parts of weights (E, shards x n, K): those of a shard (n, K) one after the other, with E in front.
+
+    Args:
+        format: how they are stored.
+        experts: E.
+        n: rows of one shard.
+        k: K.
+        shards: how many matrices a weight is made of.
+
+    >>> from olq_fx.formats import FORMATS
+    >>> [spec.shape for spec in part_specs_of_stack(FORMATS["fp8_per_block_static"], 8, 96, 256, 2)]
+    [(8, 192, 256), (8, 2, 2)]
+    """
+    return tuple(
+        StackSpec(spec.name, (experts, shards * spec.shape[0], spec.shape[1]), spec.dtype)
+        for spec in numerics.part_specs(format, n, k)
+    )
 
 
 def route(ids: Tensor, experts: int) -> Segments:
@@ -189,17 +217,13 @@ def rows_at(parts: Sequence[Tensor], format: str, rows: Tensor) -> list[Tensor]:
 
 
 def shard_of(stack: Stack, expert: int, shard: int) -> tuple[list[Tensor], slice]:
-    """The parts of one shard of an expert's weight, and which of its N rows they are."""
-    n, found = stack.parts[0].shape[1], get_format(stack.format)
-    size = n // stack.shards
-    rows = slice(shard, n, stack.shards) if stack.interleaved else slice(shard * size, (shard + 1) * size)
-    if stack.shards == 1:
-        return [part[expert] for part in stack.parts], rows
-    high = (1, found.group[0], found.coarse[0] if found.coarse else None)
-    return [
-        part[expert][shard : shard + 1] if extent is None else part[expert][rows]
-        for part, extent in zip(stack.parts, high, strict=False)
-    ], rows
+    """The parts of one shard of an expert's weight, as views, and which of its N rows they are."""
+    found = []
+    for part in stack.parts:
+        height = part.shape[1] // stack.shards
+        found.append(part[expert, shard * height : (shard + 1) * height])
+    n = stack.parts[0].shape[1] // stack.shards
+    return found, slice(shard * n, (shard + 1) * n)
 
 
 def values_of(stack: Stack, expert: int, k: int) -> Tensor:
@@ -221,6 +245,9 @@ def _of_expert(
     product: Callable[..., Tensor],
 ) -> Tensor:
     bias = None if stack.bias is None else stack.bias[expert]
+    if stack.whole:
+        parts = [part[expert] for part in stack.parts]
+        return product(rows, activation_format, parts, stack.format, k, dtype, bias, None)
     y = torch.empty((rows[0].shape[0], stack.parts[0].shape[1]), dtype=dtype, device=rows[0].device)
     for shard in range(stack.shards):
         parts, columns = shard_of(stack, expert, shard)
@@ -231,8 +258,8 @@ def _of_expert(
 
 def gated(hidden: Tensor, activation: Gated) -> Tensor:
     """(M, 2 I) to (M, I) of its dtype, rounded to it wherever PyTorch rounds in eager mode."""
-    half, dtype = hidden.shape[1] // 2, hidden.dtype
-    gate, up = (hidden[:, ::2], hidden[:, 1::2]) if activation.interleaved else (hidden[:, :half], hidden[:, half:])
+    dtype = hidden.dtype
+    gate, up = hidden.chunk(2, 1)
     if activation.kind == "clamped":
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         factor = torch.sigmoid((gate.to(torch.float32) * activation.alpha).to(dtype).to(torch.float32)).to(dtype)
@@ -342,24 +369,25 @@ def check_grouped(
 
 
 def check_stack(stack: Stack, experts: int, n: int, k: int) -> None:
-    """Hold the weights (n, k) of `experts` experts to their format.
+    """Hold the weights (n, k) of `experts` experts, with the rows of all shards, to their format.
 
     Raises:
-        ConversionError: number, shapes or dtypes of the parts are others, or the bias has another shape.
+        ConversionError: number, shapes or dtypes of the parts are others, the bias has another shape, or the rows
+            cannot be so many shards.
         ConfigurationError: no format has that name.
     """
-    specs, shards = numerics.part_specs(get_format(stack.format), n, k), stack.shards
-    for part, spec in itertools.zip_longest(stack.parts, specs):
-        sharded = spec is not None and spec.shape == (1, 1) and spec.name != "codes"
-        shape = None if spec is None else (experts, shards if sharded else spec.shape[0], spec.shape[1])
-        if part is None or spec is None or tuple(part.shape) != shape or part.dtype != spec.dtype:
-            wanted = "nothing more" if spec is None else f"{spec.name} {spec.dtype} {shape}"
-            given = "nothing" if part is None else f"{part.dtype} {tuple(part.shape)}"
-            raise ConversionError(
-                f"weights ({n}, {k}) of {experts} experts in {stack.format} have {wanted}; given: {given}"
-            )
-    if n % shards:
+    shards = stack.shards
+    if shards < 1 or n % shards:
         raise ConversionError(f"{n} rows of a weight cannot be {shards} shards")
+    specs = part_specs_of_stack(get_format(stack.format), experts, n // shards, k, shards)
+    for part, spec in itertools.zip_longest(stack.parts, specs):
+        if part is None or spec is None or tuple(part.shape) != spec.shape or part.dtype != spec.dtype:
+            wanted = "nothing more" if spec is None else f"{spec.name} {spec.dtype} {spec.shape}"
+            given = "nothing" if part is None else f"{part.dtype} {tuple(part.shape)}"
+            of_shards = f", {shards} shards each," if shards > 1 else ""
+            raise ConversionError(
+                f"weights ({n}, {k}) of {experts} experts{of_shards} in {stack.format} have {wanted}; given: {given}"
+            )
     if stack.bias is not None and tuple(stack.bias.shape) != (experts, n):
         raise ConversionError(
             f"the bias of {experts} experts has shape ({experts}, {n}), not {tuple(stack.bias.shape)}"
@@ -380,7 +408,9 @@ def check_layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> None
             f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         )
     count, n = experts.gate_up.parts[0].shape[:2]
-    if n % 2:
-        raise ConversionError(f"gate and up cannot be merged in {n} rows")
+    if experts.gate_up.shards != 2 or experts.down.shards != 1:
+        raise ConversionError(
+            f"gate and up are 2 shards, and down is 1, not {experts.gate_up.shards} and {experts.down.shards}"
+        )
     check_stack(experts.gate_up, count, n, h)
     check_stack(experts.down, count, h, n // 2)

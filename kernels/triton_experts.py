@@ -30,6 +30,7 @@ from olq_fx.kernels.tuned_tables import tuned
 
 _FLOAT8 = 89
 _PLAIN = Tile(8, 256)
+_NARROW = 64
 _NAMES = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
 
 
@@ -126,7 +127,7 @@ def grouped_calls(
     """
     a, b = operand_of(x, activation_format), _expert_operand(stack)
     m, n = out.shape
-    instruction = instruction_of(a, b, k, capability, fast_accum)
+    instruction, shard = instruction_of(a, b, k, capability, fast_accum), _shard_of(stack, b)
     chosen = (
         blocking
         or tuned(
@@ -134,7 +135,7 @@ def grouped_calls(
             fast_accum=fast_accum,
             experts=segments.experts,
         )
-        or grouped_blocking_of(m, segments.experts, a, b, instruction, capability)
+        or _of_shards(grouped_blocking_of(m, segments.experts, a, b, instruction, capability), shard)
     )
     table, calls = table_calls(segments, m, chosen.block_m, tail)
     tiles = table.shape[1]
@@ -151,7 +152,7 @@ def grouped_calls(
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
         "EVEN_K": k % chosen.block_k == 0,
-        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == 0,
+        "UNIFORM_B": b.outer == "k" and b.group % chosen.block_n == shard % chosen.block_n == 0,
         "SWAP": chosen.swap,
         "GATHER": segments.top_k if gather else 0,
         "SCATTER": scatter,
@@ -159,6 +160,7 @@ def grouped_calls(
         "BLOCK_N": chosen.block_n,
         "BLOCK_K": chosen.block_k,
         "GROUP": chosen.group,
+        "B_SHARD": shard,
     }
     grid, kernel = (tiles * -(-n // chosen.block_n),), triton_grouped.grouped_product
     return [*calls, Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages)]
@@ -168,14 +170,30 @@ def _expert_operand(stack: Stack) -> Operand:
     """The weights of all experts as an operand whose tensors have an axis of experts in front."""
     codes, scale, *rest = map(as_bytes, stack.parts)
     of_one = operand_of([part[0] for part in stack.parts], stack.format)
-    group = of_one.group
-    if stack.shards > 1:
-        group = -stack.shards if stack.interleaved else codes.shape[1] // stack.shards
+    # A scale of a whole shard is one of its rows.
+    group = of_one.group or (codes.shape[1] // stack.shards if stack.shards > 1 else 0)
     if not of_one.inner:
         return dataclasses.replace(of_one, codes=codes, outer_scale=scale, group=group)
     return dataclasses.replace(
         of_one, codes=codes, inner_scale=scale, outer_scale=rest[0] if rest else None, group=group
     )
+
+
+def _shard_of(stack: Stack, b: Operand) -> int:
+    """Rows of a shard that ends within a group of scales along K; 0 where groups know of no shards."""
+    n = stack.parts[0].shape[1] // stack.shards
+    return n if b.outer == "k" and stack.shards > 1 and n % b.group else 0
+
+
+def _of_shards(blocking: Blocking, shard: int) -> Blocking:
+    """Narrow tiles for shards of so many rows, which divide it or are low too.
+
+    A scale for each column leaves no room for the sums of a larger one.
+    """
+    if not shard or blocking.swap or blocking.block_n <= _NARROW:
+        return blocking
+    block_m = blocking.block_m if shard % _NARROW == 0 else min(blocking.block_m, 64)
+    return dataclasses.replace(blocking, block_m=block_m, block_n=_NARROW)
 
 
 def _strides(scale: Tensor | None) -> tuple[int, ...]:
@@ -222,7 +240,7 @@ def gated_calls(
     rows, k = hidden.shape[0], hidden.shape[1] // 2
     found = get_format(format) if format else None
     tile = tile_of(found) if found else _PLAIN
-    common: dict[str, Any] = {"KIND": activation.kind, "INTERLEAVED": activation.interleaved}
+    common: dict[str, Any] = {"KIND": activation.kind}
     sizes = (segments.experts, k, activation.alpha, activation.limit)
     if found is None:
         return [_tiles_call("values", hidden, (parts[0], None, None, None, None), segments, sizes, tile, common)]

@@ -31,10 +31,12 @@ def grouped_product(
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
     PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr, GATHER: tl.constexpr,
     SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    B_SHARD: tl.constexpr,
 ):  # fmt: skip
     """One tile of y: rows of one segment times the weight of its expert. See `triton_matmul.product`.
 
     `table` (3, tiles): see `triton_routing.tile_table`; a tile of expert E becomes zeros. R: rows of `a`.
+    B_SHARD: 0, or rows of a shard that ends within a group: the next one begins anew.
     GATHER: 0, or k: the row at position p is read at `order[p] // k`. SCATTER: whether it is written at `order[p]`.
     `weights`: None, or a float32 for each `order[p]`, which multiplies what has been rounded to the output's dtype.
     """
@@ -59,7 +61,7 @@ def grouped_product(
             a, a_inner, a_outer, b, b_inner, b_outer, rows, columns, 0, K, R, N, K, a_stride, a_inner_m, a_inner_k,
             a_outer_m, a_outer_k, b_stride, b_inner_n, b_inner_k, b_outer_n, b_outer_k, A_SIDE, A_INNER, A_INNER_K,
             A_OUTER, A_GROUP, A_OUTER_K, B_SIDE, B_INNER, B_INNER_K, B_OUTER, B_GROUP, B_OUTER_K, DOT, PARTS, PROMOTE,
-            EVEN_K, UNIFORM_B, SWAP, BLOCK_K,
+            EVEN_K, UNIFORM_B, SWAP, BLOCK_K, B_SHARD,
         )  # fmt: skip
         value = with_constants(
             acc, a_outer, b_outer, rows, columns, R, N, a_outer_m, b_outer_n, A_OUTER, B_OUTER, A_GROUP, B_GROUP, SWAP
@@ -97,17 +99,12 @@ def _store(out, value, rows, inside, columns, N, SWAP: tl.constexpr):
 
 @triton.jit
 def _gated_tile(
-    hidden, row_stride, rows, first, R, K, alpha, limit, KIND: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    hidden, row_stride, rows, first, R, K, alpha, limit, KIND: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """The tile of act(gate) x up at (rows, first), from (R, 2 K); 0 outside, which every KIND has at 0."""
     columns = first + tl.arange(0, BLOCK_K)
-    if INTERLEAVED:
-        both = load_tile(hidden, row_stride, 1, rows, 2 * first + tl.arange(0, 2 * BLOCK_K), R, 2 * K)
-        gate, up = tl.split(tl.reshape(both, (both.shape[0], BLOCK_K, 2)))
-    else:
-        gate = load_tile(hidden, row_stride, 1, rows, columns, R, K)
-        up = load_tile(hidden + K, row_stride, 1, rows, columns, R, K)
+    gate = load_tile(hidden, row_stride, 1, rows, columns, R, K)
+    up = load_tile(hidden + K, row_stride, 1, rows, columns, R, K)
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     if KIND == "clamped":
         bound = _rounded(tl.zeros(gate.shape, dtype=tl.float32) + limit, DTYPE)
@@ -130,7 +127,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 @triton.jit
 def gated_tiles(
     hidden, values, codes, scale, coarse, statistic, offsets, row_stride, scale_row_stride, scale_column_stride, E, K,
-    alpha, limit, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, SINK: tl.constexpr, ELEMENT: tl.constexpr,
+    alpha, limit, KIND: tl.constexpr, SINK: tl.constexpr, ELEMENT: tl.constexpr,
     SCALE: tl.constexpr, RULE: tl.constexpr, GROUP_K: tl.constexpr, COARSE: tl.constexpr, LOG: tl.constexpr,
     NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +141,7 @@ def gated_tiles(
         return
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_K
-    tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, INTERLEAVED, BLOCK_K)
+    tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, BLOCK_K)
     if SINK == "amax":
         raise_statistic(tile, statistic, False)
     elif SINK == "values":
@@ -159,7 +156,7 @@ def gated_tiles(
 @triton.jit
 def gated_rows(
     hidden, codes, scale, coarse, offsets, row_stride, scale_row_stride, scale_column_stride, E, K, alpha, limit,
-    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr,
+    KIND: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr,
     GROUP_K: tl.constexpr, LOG: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Whole rows of the activation, quantized with a statistic of the row; computed twice where they are longer."""
@@ -169,11 +166,11 @@ def gated_rows(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     bits = tl.zeros((BLOCK_M,), dtype=tl.int32)
     for first in range(0, K, BLOCK_K):
-        tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, INTERLEAVED, BLOCK_K)
+        tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, BLOCK_K)
         bits = tl.maximum(bits, row_bits(tile, SCALE))
     of_row = write_row_scale(bits, scale, coarse, rows, scale_row_stride, R, ELEMENT, SCALE, RULE)
     for first in range(0, K, BLOCK_K):
-        tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, INTERLEAVED, BLOCK_K)
+        tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, BLOCK_K)
         write_row_tile(
             tile, of_row, codes, scale, rows, first, scale_row_stride, scale_column_stride, R, K, ELEMENT, SCALE,
             GROUP_K, LOG, NATIVE,

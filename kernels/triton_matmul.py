@@ -56,14 +56,25 @@ def _dot(a, b, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _outer(scale, rows, column, R, row_stride, column_stride, GROUP_R: tl.constexpr):
+def _outer(
+    scale, rows, column, R, row_stride, column_stride, GROUP_R: tl.constexpr, SHARD_R: tl.constexpr = 0
+):  # fmt: skip
     """The outer scales (rows,) of a K-block.
 
-    GROUP_R: rows of a group; 0 for the whole axis; -n for n groups that take turns row by row.
+    GROUP_R, SHARD_R: see `_group_at`; GROUP_R is 0 for the whole axis.
     """
-    high = rows // GROUP_R if GROUP_R > 0 else rows % -GROUP_R if GROUP_R < 0 else rows * 0
+    high = _group_at(rows, GROUP_R, SHARD_R) if GROUP_R > 0 else rows * 0
     at = high.to(tl.int64) * row_stride + tl.cast(column, tl.int64) * column_stride
     return tl.load(scale + at, mask=rows < R, other=0.0)
+
+
+@triton.jit
+def _group_at(rows, GROUP_R: tl.constexpr, SHARD_R: tl.constexpr):
+    """The groups of GROUP_R rows that rows are in. SHARD_R: 0, or the rows after which groups begin anew."""
+    if SHARD_R > 0:
+        return rows // SHARD_R * ((SHARD_R + GROUP_R - 1) // GROUP_R) + rows % SHARD_R // GROUP_R
+    else:
+        return rows // GROUP_R
 
 
 @triton.jit
@@ -154,33 +165,34 @@ def accumulated(
     acc, partial, a_outer, b_outer, a_rows, b_rows, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr,
     A_OUTER_K: tl.constexpr, B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
+    B_SHARD: tl.constexpr = 0,
 ):  # fmt: skip
-    """`acc` plus the sum over one K-block times its outer scales."""
+    """`acc` plus the sum over one K-block times its outer scales. B_SHARD: of b's groups, see `_group_at`."""
     left = tl.full(a_rows.shape, 1.0, tl.float32)
     if A_OUTER == "k":
         left = _outer(a_outer, a_rows, first // A_OUTER_K, M, a_outer_m, a_outer_k, A_GROUP)
     return accumulated_rows(
         acc, partial, left, b_outer, b_rows, first, N, b_outer_n, b_outer_k, B_OUTER, B_GROUP, B_OUTER_K, UNIFORM_B,
-        SWAP,
+        SWAP, B_SHARD,
     )  # fmt: skip
 
 
 @triton.jit
 def accumulated_rows(
     acc, partial, left, b_outer, b_rows, first, N, b_outer_n, b_outer_k, B_OUTER: tl.constexpr, B_GROUP: tl.constexpr,
-    B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr,
+    B_OUTER_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr, B_SHARD: tl.constexpr = 0,
 ):  # fmt: skip
     """`accumulated` with the outer scales of a's rows, `left`."""
     if B_OUTER != "k":
         return _added(acc, partial, left[None, :] if SWAP else left[:, None])
     if UNIFORM_B:
         # All columns of the tile share one scale: one product a row, not one an element.
-        high = tl.min(b_rows, axis=0) // B_GROUP
+        high = _group_at(tl.min(b_rows, axis=0), B_GROUP, B_SHARD)
         right = tl.load(b_outer + high.to(tl.int64) * b_outer_n + tl.cast(first // B_OUTER_K, tl.int64) * b_outer_k)
         both = tl.minimum(left * right, LARGEST)
         both = tl.where(left == left, both, left)
         return _added(acc, partial, both[None, :] if SWAP else both[:, None])
-    right = _outer(b_outer, b_rows, first // B_OUTER_K, N, b_outer_n, b_outer_k, B_GROUP)
+    right = _outer(b_outer, b_rows, first // B_OUTER_K, N, b_outer_n, b_outer_k, B_GROUP, B_SHARD)
     both = right[:, None] * left[None, :] if SWAP else left[:, None] * right[None, :]
     return _added(acc, partial, tl.where(both < float("inf"), both, tl.where(both == both, LARGEST, both)))
 
@@ -199,10 +211,12 @@ def sum_over(
     A_OUTER_K: tl.constexpr, B_SIDE: tl.constexpr, B_INNER: tl.constexpr, B_INNER_K: tl.constexpr,
     B_OUTER: tl.constexpr, B_GROUP: tl.constexpr, B_OUTER_K: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
     PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, UNIFORM_B: tl.constexpr, SWAP: tl.constexpr, BLOCK_K: tl.constexpr,
+    B_SHARD: tl.constexpr = 0,
 ):  # fmt: skip
     """The sums of one tile over columns `start` to `end` of K, but for the scales that are the same along K.
 
-    `rows` of `a` need not follow each other; one that is M or more counts as zeros. The rest is as in `product`.
+    `rows` of `a` need not follow each other; one that is M or more counts as zeros. B_SHARD: of b's groups, see
+    `_group_at`. The rest is as in `product`.
     """
     HIGH: tl.constexpr = columns.shape[0] if SWAP else rows.shape[0]
     WIDE: tl.constexpr = rows.shape[0] if SWAP else columns.shape[0]
@@ -257,7 +271,7 @@ def sum_over(
         if PROMOTE:
             acc = accumulated(
                 acc, found, a_outer, b_outer, rows, columns, first, M, N, a_outer_m, a_outer_k, b_outer_n, b_outer_k,
-                A_OUTER, B_OUTER, A_GROUP, B_GROUP, A_OUTER_K, B_OUTER_K, UNIFORM_B, SWAP,
+                A_OUTER, B_OUTER, A_GROUP, B_GROUP, A_OUTER_K, B_OUTER_K, UNIFORM_B, SWAP, B_SHARD,
             )  # fmt: skip
         else:
             acc = found

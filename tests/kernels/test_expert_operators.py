@@ -24,15 +24,19 @@ def rule_of(format):
     return FORMATS[format].activation_rule if format else ""
 
 
-def operands(scheme, e=3, n=48, k=40, dtype=torch.bfloat16, *, bias=True, shards=1, interleaved=False):
+def operands(scheme, e=3, n=48, k=40, dtype=torch.bfloat16, *, bias=True, shards=1):
     """A stack, and what follows it in the arguments of the operators."""
     weight_format, activation = SLOTS[scheme]
     added = torch.randn(e, n, dtype=dtype) if bias else None
-    whole = FORMATS[weight_format].group == (None, None) or FORMATS[weight_format].coarse == (None, None)
-    stack = stack_of(
-        torch.randn(e, n, k).to(dtype), weight_format, added, shards if whole else 1, interleaved and whole
-    )
-    return stack, (stack.parts, weight_format, activation, rule_of(activation), added, stack.interleaved)
+    stack = stack_of(torch.randn(e, n, k).to(dtype), weight_format, added, shards)
+    return stack, (stack.parts, weight_format, activation, rule_of(activation), added, shards)
+
+
+def in_parts(x, arguments):
+    """The arguments of an operator on a quantized activation for those of the one that quantizes, without routing."""
+    weight, weight_format, activation, rule, bias, shards = arguments
+    parts = OPS.quantize(x, activation, rule) if activation else [x]
+    return (parts, activation), (weight, weight_format, x.shape[1], x.dtype, bias, shards)
 
 
 def each_by_itself(x, lengths, stack, activation):
@@ -78,6 +82,10 @@ def test_torch_accepts_the_operators(scheme):
     stack.bias.requires_grad_()
     opcheck(OPS.grouped_linear.default, (x, torch.tensor([3, 3, 6], dtype=torch.int32), *arguments))
     opcheck(OPS.gathered_linear.default, (x, ids, *arguments))
+    stack.bias.requires_grad_(False)
+    before, after = in_parts(x.detach(), arguments)
+    opcheck(OPS.quantized_grouped_linear.default, (*before, torch.tensor([3, 3, 6]), *after))
+    opcheck(OPS.quantized_gathered_linear.default, (*before, ids, *after))
 
 
 @pytest.mark.usefixtures("comparable_float8")
@@ -94,9 +102,9 @@ def layer_arguments(scheme, tokens=5, e=3, h=40, inner=24, dtype=torch.float32, 
     x = torch.randn(tokens, h, dtype=dtype)
     ids = torch.stack([torch.randperm(e + 1)[:2] for _ in range(tokens)]) if tokens else torch.empty(0, 2).long()
     weights = torch.rand(tokens, 2)
-    stacks = (gate_up.parts, weight_format, gate_up.bias, False, down.parts, weight_format, down.bias)
+    stacks = (gate_up.parts, weight_format, gate_up.bias, 2, down.parts, weight_format, down.bias)
     layer = Layer(gate_up, down, Gated(kind), activation, rule)
-    return (x, ids, weights, *stacks, activation, rule, kind, False, 1.702, 7.0), layer
+    return (x, ids, weights, *stacks, activation, rule, kind, 1.702, 7.0), layer
 
 
 @pytest.mark.parametrize("lengths", [(2, 0, 5), (0, 0, 0), (7, 0, 0), (0, 0, 7), (1, 1, 1)])
@@ -109,14 +117,44 @@ def test_each_segment_is_multiplied_as_by_itself(scheme, lengths):
     assert_same_bits(y, each_by_itself(x, lengths, stack, SLOTS[scheme][1]))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "nvfp4_per_token"])
-def test_shards_have_scales_of_their_own(scheme, interleaved):
-    stack, arguments = operands(scheme, shards=2, interleaved=interleaved)
-    assert stack.shards == 2
-    x = torch.randn(6, 40).bfloat16()
-    y = OPS.grouped_linear(x, torch.tensor([1, 2, 6]), *arguments)
-    assert_same_bits(y, each_by_itself(x, (1, 1, 4), stack, SLOTS[scheme][1]))
+@pytest.mark.parametrize("shards", [2, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shards_are_quantized_by_themselves(scheme, shards):
+    """Also where they end within a group of rows."""
+    n = 150 * shards
+    w, x = torch.randn(3, n, 40), torch.randn(6, 40).bfloat16()
+    w[:, :150] *= 50
+    stack = stack_of(w, SLOTS[scheme][0], torch.randn(3, n), shards)
+    described = (SLOTS[scheme][0], SLOTS[scheme][1], rule_of(SLOTS[scheme][1]))
+    y = OPS.grouped_linear(x, torch.tensor([1, 2, 6]), stack.parts, *described, stack.bias, shards)
+    found = [
+        OPS.grouped_linear(x, torch.tensor([1, 2, 6]), alone.parts, *described, bias)
+        for alone, bias in (
+            (stack_of(part, SLOTS[scheme][0]), bias.contiguous())
+            for part, bias in zip(w.chunk(shards, 1), stack.bias.chunk(shards, 1), strict=True)
+        )
+    ]
+    assert_same_bits(y, torch.cat(found, 1))
+
+
+@pytest.mark.parametrize("format", [name for name, found in FORMATS.items() if found.weight])
+def test_a_stack_is_as_its_parts_are_specified(format):
+    for n, shards in ((96, 1), (96, 2), (150, 2), (128, 3)):
+        stack = stack_of(torch.randn(2, n * shards, 40), format, shards=shards)
+        specs = experts.part_specs_of_stack(FORMATS[format], 2, n, 40, shards)
+        assert [(tuple(part.shape), part.dtype) for part in stack.parts] == [(each.shape, each.dtype) for each in specs]
+    assert [each.name for each in specs] == ["codes", "scale", "coarse"][: len(specs)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_activation_that_is_quantized_already(scheme):
+    _, arguments = operands(scheme, shards=2)
+    x, ids, ends = torch.randn(6, 40).bfloat16(), torch.tensor([2, 0, -1, 1, 3, 1]), torch.tensor([1, 2, 6])
+    before, after = in_parts(x, arguments)
+    found = OPS.quantized_grouped_linear(*before, ends, *after)
+    assert_same_bits(found, OPS.grouped_linear(x, ends, *arguments))
+    found = OPS.quantized_gathered_linear(*before, ids, *after)
+    assert_same_bits(found, OPS.gathered_linear(x, ids, *arguments))
 
 
 @pytest.mark.parametrize("where", ["cpu", "reference"])
@@ -182,11 +220,11 @@ def test_no_tokens(scheme):
 @pytest.mark.parametrize("format", [name for name, found in FORMATS.items() if found.activation])
 def test_what_belongs_to_nobody_counts_for_nothing(format):
     """Rows behind the last segment may be anything: NaN in them changes no statistic of the others."""
-    parts, weight_format, _, _, bias, interleaved = operands("int8")[1]
+    parts, weight_format, _, _, bias, shards = operands("int8")[1]
     x = torch.randn(6, 40).bfloat16()
     with_tail = torch.cat([x, torch.full((2, 40), torch.nan).bfloat16()])
     ends = torch.tensor([1, 4, 6])
-    arguments = (parts, weight_format, format, rule_of(format), bias, interleaved)
+    arguments = (parts, weight_format, format, rule_of(format), bias, shards)
     y = OPS.grouped_linear(with_tail, ends, *arguments)
     assert_same_bits(y[:6], OPS.grouped_linear(x, ends, *arguments))
     assert not y[6:].any()
@@ -212,6 +250,15 @@ def test_gradients_are_those_of_the_dequantized_product(scheme):
         torch.testing.assert_close(bias.grad, wanted_bias)
 
 
+def test_products_of_quantized_activations_have_no_gradient():
+    before, after = in_parts(torch.randn(6, 40).bfloat16(), operands("fp8_weight_only")[1])
+    before[0][0].requires_grad_()
+    with pytest.raises(UnsupportedError, match=r"olq_fx\.quantized_grouped_linear has no gradient"):
+        OPS.quantized_grouped_linear(*before, torch.tensor([1, 2, 6]), *after)
+    with pytest.raises(UnsupportedError, match=r"olq_fx\.quantized_gathered_linear has no gradient"):
+        OPS.quantized_gathered_linear(*before, torch.zeros(6).int(), *after)
+
+
 def test_a_layer_has_no_gradient():
     arguments, _ = layer_arguments("int8")
     x = arguments[0].requires_grad_()
@@ -234,12 +281,23 @@ def test_operands_that_do_not_fit():
         for device in ("cpu", "meta"):
             moved = [each.to(device) for each in (*given_, *arguments[0])]
             with pytest.raises(ConversionError, match=message):
-                OPS.grouped_linear(*moved[:2], moved[2:], *arguments[1:4], None, False)
+                OPS.grouped_linear(*moved[:2], moved[2:], *arguments[1:4], None, 1)
+    with pytest.raises(ConversionError, match="48 rows of a weight cannot be 5 shards"):
+        OPS.grouped_linear(x, torch.tensor([1, 2, 4]), *arguments[:5], 5)
+    with pytest.raises(ConversionError, match=r"weights \(48, 40\) of 3 experts, 2 shards each, in fp8_per_tensor"):
+        OPS.grouped_linear(x, torch.tensor([1, 2, 4]), *operands("fp8_per_tensor")[1][:5], 2)
+    before, after = in_parts(x, arguments)
+    with pytest.raises(ConversionError, match="mxfp8 with K = 32 is stored as"):
+        OPS.quantized_grouped_linear(*before, torch.tensor([1, 2, 4]), *after[:2], 32, *after[3:])
+    with pytest.raises(ConversionError, match=r"4 rows have so many experts, not torch.int64 \(3,\)"):
+        OPS.quantized_gathered_linear(*before, torch.tensor([1, 2, 0]), *after)
     with pytest.raises(ConversionError, match=r"4 rows have so many experts, not torch.int64 \(3,\)"):
         OPS.gathered_linear(x, torch.tensor([1, 2, 0]), *arguments)
     with pytest.raises(ConversionError, match=r"parts \(E, N, \.\.\.\), not \[\(48, 40\), \(48, 2\)\]"):
         OPS.grouped_linear(x, torch.tensor([1, 2, 4]), [part[0] for part in arguments[0]], *arguments[1:])
     given_, _ = layer_arguments("int8")
+    with pytest.raises(ConversionError, match="gate and up are 2 shards, and down is 1, not 3 and 1"):
+        OPS.experts(*given_[:6], 3, *given_[7:])
     with pytest.raises(ConversionError, match="there is no activation 'swish' between experts; there are silu, gelu"):
         OPS.experts(*given_[:12], "swish", *given_[13:])
 

@@ -28,9 +28,9 @@ KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
 CAPABILITIES = (90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100, 120)))
 
 
-def close_to_rounding(hidden, interleaved):
+def close_to_rounding(hidden):
     """Equal, but where `exp` and `erf` of two libraries round to neighbours: a step of the dtype for each rounding."""
-    gate, up = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, 1)
+    gate, up = hidden.chunk(2, 1)
     size = gate.double().abs() * up.double().abs()
 
     def compare(actual, expected):
@@ -54,16 +54,15 @@ def expected_plain(hidden, activation, lengths):
     return torch.where(mine[:, None], experts.gated(hidden, activation), 0.0).to(hidden.dtype)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_the_activation_is_rounded_where_eager_rounds(interpreter, kind, dtype, interleaved):
+def test_the_activation_is_rounded_where_eager_rounds(interpreter, kind, dtype):
     hidden = (torch.randn(19, 600) * 4).to(dtype)
     hidden[2, :7], hidden[3, 5] = 0.0, torch.nan
     if kind != "gelu":  # of Inf in bf16 or fp16, PyTorch's for a CPU makes NaN
         hidden[4, 9] = torch.inf
-    args = (hidden, Gated(kind, interleaved), [3, 0, 10, 4])
-    compare = close_to_rounding(hidden, interleaved)
+    args = (hidden, Gated(kind), [3, 0, 10, 4])
+    compare = close_to_rounding(hidden)
     y = assert_kernel_values(interpreter, plain, expected_plain, *args, compare=compare)
     assert (y[17:] == 0).all()
 
@@ -73,9 +72,9 @@ def test_the_reference_is_what_models_compute():
     gate, up = hidden.chunk(2, 1)
     assert_same_bits(experts.gated(hidden, Gated("silu")), torch.nn.functional.silu(gate) * up)
     assert_same_bits(experts.gated(hidden, Gated("gelu")), torch.nn.functional.gelu(gate) * up)
-    gate, up = hidden[:, ::2].clamp(max=7.0), hidden[:, 1::2].clamp(-7.0, 7.0)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-    assert_same_bits(experts.gated(hidden, Gated("clamped", interleaved=True)), expected)
+    assert_same_bits(experts.gated(hidden, Gated("clamped")), expected)
 
 
 def both(hidden, activation, lengths, format, rule, native):
@@ -96,7 +95,7 @@ def test_codes_and_scales_are_those_of_the_two_kernels_apart(interpreter, format
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     if sum(lengths) > len(hidden):
         lengths = [len(hidden)]
-    activation = Gated(data.draw(st.sampled_from(KINDS)), data.draw(st.booleans()))
+    activation = Gated(data.draw(st.sampled_from(KINDS)))
     args = (hidden, activation, lengths, format, rule, data.draw(st.booleans()))
     fused, apart, whole = interpreter.call(both, *args)
     if not sum(lengths):  # a scale of no rows is of no use
@@ -114,14 +113,14 @@ def test_rows_longer_than_a_tile(interpreter, format):
     assert_same_bits(fused, apart, any_nan=True)
 
 
-def layer_of(scheme, count, h, inner, gated=None, bias=False, shards=1):
+def layer_of(scheme, count, h, inner, gated=None, bias=False):
     slot = SCHEMES[scheme].moe
     gated = gated or Gated("silu")
     w, v = torch.randn(count, 2 * inner, h) / h**0.5, torch.randn(count, h, inner) / inner**0.5
     biases = (torch.randn(count, 2 * inner), torch.randn(count, h)) if bias else (None, None)
     activation = slot.activation or ""
     return Layer(
-        stack_of(w, slot.weight, biases[0], shards, gated.interleaved),
+        stack_of(w, slot.weight, biases[0], shards=2),
         stack_of(v, slot.weight, biases[1]),
         gated,
         activation,
@@ -163,17 +162,18 @@ def test_a_layer_is_its_steps(interpreter, scheme):
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4])
 @pytest.mark.parametrize("scheme", ["fp8_per_block", "mxfp4", "fp8_weight_only"])
 def test_every_number_of_choices_an_expert_chosen_twice_and_none_of_ours(interpreter, scheme, top_k):
-    layer = layer_of(scheme, 4, 96, 40, Gated("clamped", interleaved=True))
+    layer = layer_of(scheme, 4, 96, 40, Gated("clamped"))
     check_layer(interpreter, layer, tokens=9, top_k=top_k, beyond=3)
     x, ids, weights = torch.randn(6, 96), torch.full((6, top_k), 4), torch.rand(6, top_k)
     assert (interpreter.call(triton_experts.layer, x, ids, weights, layer, 90) == 0).all()
 
 
-def test_a_layer_with_scales_of_whole_shards(interpreter):
-    for gated in (Gated("gelu"), Gated("silu", interleaved=True)):
-        layer = layer_of("fp8_per_tensor", 3, 96, 40, gated, shards=2)
-        assert layer.gate_up.shards == 2
-        check_layer(interpreter, layer, tokens=12, top_k=2)
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "nvfp4_weight_only", "fp8_per_block"])
+def test_shards_with_scales_of_their_own(interpreter, scheme):
+    """Of the whole shard, and of blocks of rows that end with it."""
+    layer = layer_of(scheme, 3, 96, 40, Gated("gelu"))
+    assert not layer.gate_up.whole
+    check_layer(interpreter, layer, tokens=12, top_k=2)
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def meta_layer(scheme, count=64, h=4096, inner=1536):
     slot = SCHEMES[scheme].moe
     activation = slot.activation or ""
     rule = get_format(activation).activation_rule if activation else ""
-    up, down = meta_stack(count, 2 * inner, h, slot.weight), meta_stack(count, h, inner, slot.weight)
+    up, down = meta_stack(count, 2 * inner, h, slot.weight, shards=2), meta_stack(count, h, inner, slot.weight)
     return Layer(up, down, Gated("silu"), activation, rule)
 
 
@@ -271,17 +271,15 @@ def test_few_tokens_read_no_more_weights_than_they_chose():
         assert [call.grid[0] for call in calls] == [tiles * 3072 // 128, tiles * 4096 // 128]
 
 
-PAIRS = [("silu", False, *each) for each in [*ACTIVATIONS, ("", "")]]
-PAIRS += [(kind, interleaved, "fp8_per_token", "amax") for kind in KINDS for interleaved in (False, True)]
+PAIRS = [("silu", *each) for each in [*ACTIVATIONS, ("", "")]]
+PAIRS += [(kind, "fp8_per_token", "amax") for kind in KINDS if kind != "silu"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("kind", "interleaved", "format", "rule"), PAIRS)
-def test_the_code_of_the_activation_stays_in_registers(kind, interleaved, format, rule, capability):
+@pytest.mark.parametrize(("kind", "format", "rule"), PAIRS)
+def test_the_code_of_the_activation_stays_in_registers(kind, format, rule, capability):
     hidden, native = meta((4096, 3072)), capability >= 89
     parts = meta_rows(format, 4096, 1536)
-    for call in triton_experts.gated_calls(
-        hidden, Gated(kind, interleaved), segments_of([1]), parts, format, rule, native
-    ):
+    for call in triton_experts.gated_calls(hidden, Gated(kind), segments_of([1]), parts, format, rule, native):
         [code] = assert_kernel_code(call.kernel, call.args, call.constants, {capability: ""}, **call.options)
         assert "div.full" not in code.ptx, "a division that is not rounded correctly"

@@ -1,5 +1,7 @@
 """Products of ragged segments by Triton kernels: every pair of formats within the derived bound."""
 
+import itertools
+
 import pytest
 import torch
 from expert_samples import meta, meta_rows, meta_stack, quantized, segments_of, stack_of
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from olq_fx.errors import ConversionError
-from olq_fx.formats import FORMATS, get_format
+from olq_fx.formats import FORMATS, block_formats, get_format
 from olq_fx.kernels import experts, triton_experts, triton_product
 from olq_fx.kernels.blocking import Blocking
 from olq_fx.kernels.experts import Segments
@@ -159,18 +161,27 @@ def test_without_a_tail_rows_of_nobody_are_not_touched(interpreter, scheme):
     assert y[:21].isfinite().all()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("weight", ["fp8_per_tensor_static", "nvfp4"])
-def test_each_shard_of_an_expert_has_its_own_scale_of_the_whole(interpreter, weight, interleaved):
-    w = torch.randn(3, 48, 64)
-    w[:, ::2] *= 50
-    w[:, 24:] *= 7
-    stack = stack_of(w, weight, torch.randn(3, 48), shards=2, interleaved=interleaved)
-    assert stack.shards == 2
+@pytest.mark.parametrize("weight", ["fp8_per_tensor_static", "nvfp4", "fp8_per_block_static", "fp8_per_channel_static"])
+def test_each_shard_of_an_expert_is_quantized_by_itself(interpreter, weight):
+    """Scales of the whole shard, of blocks of rows that end with it, and those that know of no shards."""
+    w = torch.randn(3, 300, 64)
+    w[:, 150:] *= 7
+    stack = stack_of(w, weight, torch.randn(3, 300), shards=2)
     for activation in (get_format(weight).default_activation, ""):
         for capability in CAPABILITIES:
             x = torch.randn(25, 64).bfloat16()
             check(interpreter, x, stack, activation, segments_of([20, 0, 4]), capability)
+
+
+@pytest.mark.parametrize("rows", [32, 64, 128, 256])
+@pytest.mark.parametrize("size", [1, 31, 96, 130, 192])
+def test_blocks_of_rows_begin_anew_with_a_shard(interpreter, rows, size):
+    weight, activation = block_formats(rows, 64)
+    w = torch.randn(2, 3 * size, 130) * torch.tensor([1.0, 8.0, 64.0]).repeat_interleave(size)[:, None]
+    stack = stack_of(w, weight, shards=3)
+    assert stack.whole == (size % rows == 0)
+    for m in (3, 40):
+        check(interpreter, torch.randn(2 * m, 130).bfloat16(), stack, activation, segments_of([m, m]))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -253,7 +264,7 @@ ALL_CODE = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capabilit
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability):
     slot, count, n, k = SCHEMES[scheme].moe, 64, 3072, 4096
-    stack = meta_stack(count, n, k, slot.weight, bias=True)
+    stack = meta_stack(count, n, k, slot.weight, bias=True, shards=2)
     for tokens, top_k in ((8, 8), (512, 8), (8192, 8)):
         m = tokens * top_k
         segments = Segments(meta((count + 1,), torch.int32), meta((m,), torch.int32), top_k)
@@ -267,6 +278,18 @@ def test_the_code_has_the_instruction_and_stays_in_registers(scheme, capability)
         wanted = INSTRUCTIONS[call.constants["DOT"], capability]
         [code] = assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
         assert "cp.async" in code.ptx, "weights are not read ahead"
+
+
+@pytest.mark.parametrize("capability", ALL_CODE)
+def test_the_code_of_shards_that_end_within_a_block_stays_in_registers(capability):
+    segments = Segments(meta((33,), torch.int32))
+    for m, n, activation in itertools.product((32, 4096), (2880, 2900), ("fp8_per_block_dynamic", "")):
+        stack = meta_stack(32, 2 * n, 2880, "fp8_per_block_static", bias=True, shards=2)
+        given = (meta_rows(activation, m, 2880), activation, stack, 2880, meta((m, 2 * n)), segments)
+        call = triton_experts.grouped_calls(*given, tail=False, capability=capability)[-1]
+        assert call.constants["B_SHARD"] == n
+        wanted = INSTRUCTIONS[call.constants["DOT"], capability]
+        assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
 
 
 def test_few_rows_an_expert_lie_on_the_narrow_side():

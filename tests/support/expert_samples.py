@@ -6,7 +6,7 @@ import torch
 
 from olq_fx import numerics
 from olq_fx.formats import get_format
-from olq_fx.kernels.experts import Segments, Stack
+from olq_fx.kernels.experts import Segments, Stack, part_specs_of_stack
 
 
 def quantized(x, format):
@@ -26,35 +26,22 @@ def stacked(parts):
     return [each.view(part.dtype) for each, part in zip(bytes, parts[0], strict=True)]
 
 
-def stack_of(weights, format, bias=None, shards=1, interleaved=False):
-    """The stack of weights (E, N, K), each of whose shards has a scale of the whole tensor of its own."""
+def stack_of(weights, format, bias=None, shards=1):
+    """The stack of weights (E, N, K), each of whose shards is quantized by itself."""
     found = get_format(format)
-    return Stack(
-        stacked([_expert(weight, found, shards, interleaved) for weight in weights]), format, bias, interleaved
-    )
+    return Stack(stacked([_expert(weight, found, shards) for weight in weights]), format, bias, shards)
 
 
-def _expert(weight, found, shards, interleaved):
-    n = weight.shape[0]
-    size = n // shards
-    if interleaved:
-        rows = [slice(shard, n, shards) for shard in range(shards)]
-    else:
-        rows = [slice(shard * size, (shard + 1) * size) for shard in range(shards)]
-    each = [numerics.quantize(weight[where], found, found.weight_rule) for where in rows]
-    if shards == 1:
-        return each[0]
-    return [_joined(parts, rows) for parts in zip(*each, strict=True)]
+def _expert(weight, found, shards):
+    each = [numerics.quantize(shard, found, found.weight_rule) for shard in weight.chunk(shards)]
+    return [_joined(parts) for parts in zip(*each, strict=True)]
 
 
-def _joined(parts, rows):
-    """Parts of shards in their rows; scales of whole shards one after the other."""
-    if parts[0].shape[0] == 1:
+def _joined(parts):
+    """Parts of shards one after the other; torch joins no float8."""
+    if parts[0].dtype.itemsize > 1:
         return torch.cat(parts)
-    whole = torch.empty((sum(part.shape[0] for part in parts), parts[0].shape[1]), dtype=torch.uint8)
-    for where, part in zip(rows, parts, strict=True):
-        whole[where] = part.view(torch.uint8)
-    return whole.view(parts[0].dtype)
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def segments_of(lengths, order=None, top_k=1, dtype=torch.int32):
@@ -66,11 +53,9 @@ def meta(shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def meta_stack(experts, n, k, format, bias=False):
-    specs = numerics.part_specs(get_format(format), n, k)
-    return Stack(
-        [meta((experts, *spec.shape), spec.dtype) for spec in specs], format, meta((experts, n)) if bias else None
-    )
+def meta_stack(experts, n, k, format, bias=False, shards=1):
+    specs = part_specs_of_stack(get_format(format), experts, n // shards, k, shards)
+    return Stack([meta(spec.shape, spec.dtype) for spec in specs], format, meta((experts, n)) if bias else None, shards)
 
 
 def meta_rows(format, rows, k):
