@@ -17,7 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from olq_fx.errors import BackendError
-from olq_fx.weights import QuantizedWeight, WeightSpec
+from olq_fx.weights import QuantizedStack, QuantizedWeight, WeightSpec
+
+_CONVERTED = (QuantizedWeight, QuantizedStack)
 
 Specs = tuple[WeightSpec | bool, ...]
 """For each weight of a graph, its formats; of one in original precision, whether it requires a gradient."""
@@ -76,7 +78,7 @@ class Variant:
                 known = self._left[index].get(id(value)) if index in self._left else None
                 if known is None or known() is not value or inputs[index].requires_grad is not spec:
                     return False
-            elif value.__class__ is not QuantizedWeight or (value.spec is not spec and value.spec != spec):
+            elif value.__class__ not in _CONVERTED or (value.spec is not spec and value.spec != spec):
                 return False
         return True
 

@@ -35,10 +35,6 @@ from olq_fx.report import Report
 from olq_fx.sessions import Sessions
 from olq_fx.weights import QuantizedWeight
 
-# A converted weight that runs by itself, in a frame that Dynamo has given up, is nothing for Dynamo to compile.
-torch_private.hide_from_dynamo(QuantizedWeight.__torch_function__)
-torch_private.hide_from_dynamo(QuantizedWeight.__torch_dispatch__)
-
 
 def backend(
     config: object = INHERIT,

@@ -18,14 +18,14 @@ from olq_fx.compiled import Position, Specs, Step, Variant
 from olq_fx.errors import BackendError, OlqFxError
 from olq_fx.inner import Inner
 from olq_fx.passes import pipeline
-from olq_fx.passes.base import Context, PlannedWeight
+from olq_fx.passes.base import Context, PlannedExperts, PlannedWeight
 from olq_fx.passes.find_uses import owner_of, weight_uses
 from olq_fx.passes.fxtools import VALUE
 from olq_fx.passes.open_attention import OpenAttention
-from olq_fx.passes.swap import PART
+from olq_fx.passes.part_inputs import PART
 from olq_fx.sessions import Session, Sessions
 from olq_fx.torch_private import Frame
-from olq_fx.weights import QuantizedWeight, WeightSpec
+from olq_fx.weights import QuantizedStack, QuantizedWeight, WeightSpec
 
 _SUBCLASS = "olq_fx_subclass"
 """The key of a graph input's meta: the fake converted weight that Dynamo saw, where it saw one."""
@@ -95,11 +95,13 @@ class GraphJob:
         """The inputs that are used as linear layers and are owned by somebody."""
         scratch = torch_private.copy_graph(self._template)
         OpenAttention()(scratch)
+        used = {uses.weight.name for uses in weight_uses(scratch) if uses.linear}
         found = []
-        for uses in weight_uses(scratch):
-            owner = owner_of(uses.weight)
-            if uses.linear and owner is not None and isinstance(live[self._index[uses.weight.name]], nn.Parameter):
-                found.append(Position(self._index[uses.weight.name], uses.weight.name, owner.names[0]))
+        for node in _inputs(scratch):
+            owner, value = owner_of(node), live[self._index[node.name]]
+            weight = node.name in used or isinstance(value, QuantizedStack)
+            if weight and owner is not None and isinstance(value, nn.Parameter):
+                found.append(Position(self._index[node.name], node.name, owner.names[0]))
         return tuple(found)
 
     def variant(self, positions: Sequence[Position], specs: Specs, live: Sequence[Any] | None) -> Variant:
@@ -114,17 +116,21 @@ class GraphJob:
             BackendError: the inner compiler failed.
         """
         gm = torch_private.copy_graph(self._template)
-        weights = []
+        weights, experts = [], []
         for position, spec in zip(positions, specs, strict=True):
-            if not isinstance(spec, bool):
+            node = _inputs(gm)[position.index]
+            if isinstance(spec, bool):
+                if live is None:
+                    _require_gradient(node, spec)
+            elif node.meta[VALUE].dim() == 3:
+                experts.append(PlannedExperts(position.placeholder, spec))
+            else:
                 weights.append(_planned(position, spec))
-            elif live is None:
-                _require_gradient(_inputs(gm)[position.index], spec)
         values = [node.meta.get(VALUE) for node in _inputs(gm)] if live is None else live
-        swapped = {weight.placeholder for weight in weights}
+        swapped = {weight.placeholder for weight in weights} | {one.placeholder for one in experts}
         gradients = _gradients(gm, (v for v, node in zip(values, _inputs(gm), strict=True) if node.name not in swapped))
         folder = self._next_dump()
-        records = pipeline.run(gm, Context(tuple(weights), gradients), dump_dir=folder)
+        records = pipeline.run(gm, Context(tuple(weights), gradients, tuple(experts)), dump_dir=folder)
         self._report(records)
         steps = [self._step(node) for node in _inputs(gm)]
         inputs = [_input(node, step, live) for node, step in zip(_inputs(gm), steps, strict=True)]
@@ -238,7 +244,7 @@ def _input(node: Node, step: Step, live: Sequence[Any] | None) -> Any:
     if not isinstance(value, QuantizedWeight):
         return value
     tensor = value if step.part is None else value.ready().parts[step.part]
-    mode = torch_private.fake_mode_of([node.meta.get(VALUE)])
+    mode = torch_private.compiling_mode() or torch_private.fake_mode_of([node.meta.get(VALUE)])
     if mode is not None:
         # AOTAutograd asks for the same fake again, and so takes the weight's extents for static.
         with contextlib.suppress(NotImplementedError):

@@ -211,7 +211,7 @@ def name_part(node: torch.fx.Node, owner: torch.fx.Node, attribute: str) -> None
 
 
 def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
-    """Guard the shape of a matrix that comes into a graph, and no longer that it is the plain tensor that it was.
+    """Guard the shape of a weight that comes into a graph, and no longer that it is the plain tensor that it was.
 
     Args:
         node: the input of Dynamo's own graph.
@@ -230,7 +230,7 @@ def replace_guards(node: torch.fx.Node, names: Iterable[str]) -> None:
         guards.inner.discard(guard)
     argument = node.meta.get("grapharg")
     if argument is not None:
-        for dim in range(2):
+        for dim in range(node.meta["example_value"].dim()):
             extent = TensorPropertySource(argument.source, TensorProperty.SIZE, dim)
             guards.add(Guard(extent, GuardBuilder.EQUALS_MATCH))
 
@@ -276,6 +276,14 @@ def new_fake_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def compiling_mode() -> Any:
+    """The fake mode in which AOTAutograd will trace what Dynamo has captured; None outside a compilation."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return None if context is None else context.fake_mode
 
 
 def to_fake(mode: Any, tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from olq_fx import torch_private
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels import expert_ops, ops  # noqa: F401 (they register torch.ops.olq_fx)
@@ -350,6 +351,11 @@ class QuantizedWeight(torch.Tensor):
                 if isinstance(argument, QuantizedWeight):
                     argument.ready()
         return handler(func, *args, **kwargs)
+
+
+# A converted weight that runs by itself, in a frame that Dynamo has given up, is nothing for Dynamo to compile.
+torch_private.hide_from_dynamo(QuantizedWeight.__torch_function__)
+torch_private.hide_from_dynamo(QuantizedWeight.__torch_dispatch__)
 
 
 class UnflattenedWeight(QuantizedWeight):

@@ -14,6 +14,8 @@ from typing import ClassVar, Protocol
 
 from torch.fx import GraphModule
 
+from olq_fx.weights import WeightSpec
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWeight:
@@ -39,16 +41,31 @@ class PlannedWeight:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PlannedExperts:
+    """A graph input that is, or is about to be, the quantized weight of experts.
+
+    Attributes:
+        placeholder: name of the graph's input.
+        spec: how it is stored and used.
+    """
+
+    placeholder: str
+    spec: WeightSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Context:
     """What the passes of one compilation are told.
 
     Attributes:
         weights: the inputs to be replaced by quantized ones.
         gradients: whether gradients may flow through the graph, so that products must be differentiable.
+        experts: the inputs that are weights of experts in one tensor.
     """
 
     weights: tuple[PlannedWeight, ...]
     gradients: bool = False
+    experts: tuple[PlannedExperts, ...] = ()
 
     def find(self, placeholder: str) -> PlannedWeight | None:
         """The weight that comes in by this name, or None."""

@@ -26,7 +26,9 @@ class CleanUp:
     def __call__(self, gm: GraphModule) -> PassResult:
         """Erase from the end to the beginning, so that what only unread nodes read goes too."""
         inputs = placeholders(gm)
-        ours = {inputs[w.placeholder] for w in self.context.weights if w.placeholder in inputs}
+        planned = [one.placeholder for one in self.context.weights]
+        planned += [one.placeholder for one in self.context.experts]
+        ours = {inputs[name] for name in planned if name in inputs}
         for node in gm.graph.nodes:
             from_weights = bool(node.all_input_nodes) and all(source in ours for source in node.all_input_nodes)
             if node.op.startswith("call_") and not written(node) and (node.meta.get(MADE) or from_weights):

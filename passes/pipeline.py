@@ -21,6 +21,7 @@ from olq_fx.passes.dumps import Dumps, difference, operators_of
 from olq_fx.passes.fuse_quantize import FuseQuantize
 from olq_fx.passes.fuse_residual import FuseResidual
 from olq_fx.passes.fxtools import value_of
+from olq_fx.passes.hold_experts import HoldExperts
 from olq_fx.passes.merge_products import MergeProducts
 from olq_fx.passes.open_attention import OpenAttention
 from olq_fx.passes.share_quantization import ShareQuantization
@@ -31,6 +32,7 @@ PASSES: tuple[Callable[[Context], Pass], ...] = (
     Canonicalize,  # so that all that follow know one form of linear layer
     Annotate,  # before canonical nodes are gone; their labels go on to what replaces them
     Swap,  # from here on there are quantized operators
+    HoldExperts,  # anywhere: no other pass looks at them
     ShareQuantization,  # before fusion moves products away from the quantization of their input
     FuseResidual,  # after sharing: it looks at products only
     CleanUp,  # last: drops what the others left over

@@ -18,15 +18,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from olq_fx import torch_private
 from olq_fx.formats import Format, get_format
 from olq_fx.numerics import part_specs
 from olq_fx.passes import canonical
 from olq_fx.passes.base import Context, PassResult, PlannedWeight
-from olq_fx.passes.fxtools import VALUE, Emitter, replace, tensor_of
-
-PART = "olq_fx_part"
-"""The key of a graph input's meta: (name of the weight's input, which part of it comes in)."""
+from olq_fx.passes.fxtools import Emitter, replace, tensor_of
+from olq_fx.passes.part_inputs import part_inputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +43,8 @@ class Swap:
             planned = self.context.find(weight.name)
             assert planned is not None, f"{weight.name} is in no plan"
             if weight not in parts:
-                parts[weight] = _part_inputs(weight, planned)
+                specs = part_specs(get_format(planned.weight), *_extents(weight, planned))
+                parts[weight] = part_inputs(weight, specs)
             self._swap(node, planned, parts[weight])
         return PassResult(len(nodes))
 
@@ -91,26 +89,6 @@ def _extents(weight: Any, planned: PlannedWeight) -> tuple[int, int]:
     assert tensor is not None
     first, second = tensor.shape
     return (second, first) if planned.transposed else (first, second)
-
-
-def _part_inputs(weight: Node, planned: PlannedWeight) -> list[Node]:
-    """Graph inputs for the parts of a weight, after the input of the weight itself."""
-    tensor = tensor_of(weight)
-    assert tensor is not None
-    rows, k = _extents(weight, planned)
-    mode = torch_private.fake_mode_of([tensor])
-    found = []
-    after = weight
-    for index, spec in enumerate(part_specs(get_format(planned.weight), rows, k)):
-        with weight.graph.inserting_after(after):
-            node = weight.graph.placeholder(f"{weight.name}_{spec.name}")
-        empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        node.meta[VALUE] = empty if mode is None else torch_private.fake_like(mode, empty, tensor.device)
-        node.meta[PART] = (weight.name, index)
-        torch_private.name_part(node, weight, spec.name)
-        found.append(node)
-        after = node
-    return found
 
 
 def _rows(emit: Emitter, parts: list[Node], format: Format, start: int, stop: int) -> list[Node]:

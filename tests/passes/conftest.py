@@ -15,7 +15,7 @@ from olq_fx.passes import find_uses
 from olq_fx.passes.base import Context, Pass, PlannedWeight
 from olq_fx.passes.open_attention import OpenAttention
 from olq_fx.passes.pipeline import PassRecord, run_one
-from olq_fx.passes.swap import PART
+from olq_fx.passes.part_inputs import PART
 
 
 @dataclasses.dataclass

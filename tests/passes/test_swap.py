@@ -10,7 +10,8 @@ from olq_fx.formats import FORMATS
 from olq_fx.passes import canonical, pipeline
 from olq_fx.passes.annotate import LABEL, Annotate, Label
 from olq_fx.passes.canonicalize import Canonicalize
-from olq_fx.passes.swap import PART, Swap
+from olq_fx.passes.part_inputs import PART
+from olq_fx.passes.swap import Swap
 
 OPS = torch.ops.olq_fx
 PAIRS = [
