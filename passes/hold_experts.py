@@ -7,8 +7,8 @@
     %held = held_experts((%weight_codes, %weight_scale), ...)
     %y = torch.nn.functional.grouped_mm(%x, %held.mT, offs=%offs)
 
-Experts are used in many ways (loops, products of all or of chosen ones), which `olq_fx.weights` knows. AOTAutograd, which
-traces the graph, finds the operators behind them; nothing of the tensor around the parts is left in what it traces.
+Experts are used in many ways (loops, products of all or of chosen ones), which `olq_fx.weights` knows. AOTAutograd
+traces the graph and finds the operators behind them; nothing of the tensor around the parts is left in what it makes.
 """
 
 import dataclasses

@@ -14,8 +14,8 @@ from olq_fx.formats import FORMATS
 from olq_fx.passes import find_uses
 from olq_fx.passes.base import Context, Pass, PlannedWeight
 from olq_fx.passes.open_attention import OpenAttention
-from olq_fx.passes.pipeline import PassRecord, run_one
 from olq_fx.passes.part_inputs import PART
+from olq_fx.passes.pipeline import PassRecord, run_one
 
 
 @dataclasses.dataclass
