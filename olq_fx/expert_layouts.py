@@ -2,9 +2,10 @@
 
     layout_of(module, leaf, tensor) -> ExpertLayout | None      None where the tree does not tell
 
-Three things tell, in this order: what the weight was converted with; what the module says of itself (`is_transposed`,
-`is_concatenated`: transformers); and the shapes of both weights, of which only one reading fits where gate and up are
-merged: (E, 2 I, H) with (E, H, I), or (E, H, 2 I) with (E, I, H).
+Four things tell, in this order: what the weight was converted with; what the module says of itself (`is_transposed`,
+`is_concatenated`: transformers); its sizes, where it has one weight (`input_size`, `output_size`); and the shapes of
+both weights, of which only one reading fits where gate and up are merged: (E, 2 I, H) with (E, H, I), or (E, H, 2 I)
+with (E, I, H).
 """
 
 import dataclasses
@@ -65,6 +66,9 @@ def _orientation(module: nn.Module, leaf: str, tensor: Tensor) -> bool | None:
     said = getattr(module, "is_transposed", None)
     if isinstance(said, bool):
         return said
+    sizes = getattr(module, "output_size", None), getattr(module, "input_size", None)
+    if leaf == "weight" and sizes[0] != sizes[1] and sizes in (tuple(tensor.shape[1:]), tuple(tensor.shape[:0:-1])):
+        return sizes != tuple(tensor.shape[1:])
     parameters = module._parameters
     merged = next(
         (p for name, p in parameters.items() if p is not None and p.dim() == 3 and merged_shards(name) == 2), None

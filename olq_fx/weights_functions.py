@@ -278,7 +278,7 @@ def _set_data(func: Any, weight: QuantizedWeight, value: Tensor) -> None:
         raise UnsupportedError(f"{weight.label} has shape {tuple(weight.shape)}, not {tuple(value.shape)}")
     if isinstance(value, QuantizedWeight):
         func(weight, value)
-        for name in OWN_ATTRIBUTES - {"path", "was_trainable"}:
+        for name in (OWN_ATTRIBUTES - {"path", "was_trainable"}) & value.__dict__.keys():
             setattr(weight, name, getattr(value, name))
         return
     with torch.no_grad():

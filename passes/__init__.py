@@ -3,7 +3,8 @@
 - `base`: what a pass is and what it is told; `fxtools`: small tools for graphs; `pipeline`: the order, and the runner.
 - `weight_views`, `linear_forms`, `find_uses`: how a weight is seen, the ways of writing a linear layer, who uses what.
 - `inline`, `open_attention`: functions of torch that hide linear layers, opened.
-- `canonicalize`, `annotate`, `swap`, `share_quantization`, `fuse_residual`, `clean_up`: the passes.
+- `canonicalize`, `annotate`, `swap`, `hold_experts`, `share_quantization`, `fuse_residual`, `clean_up`: the passes;
+  `part_inputs` makes graph inputs for the parts of weights.
 - `fuse_quantize`: a late pass, on the graph of aten operators; `row_regions` finds what leads up to a quantization,
   `region_bodies` says it as a graph of matrices, `body_stages` as graphs of scalars; `on_load` finds the products that
   may quantize what they read by themselves.

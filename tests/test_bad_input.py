@@ -195,24 +195,38 @@ def test_the_same_formats_again_change_nothing_and_say_so(route, unchanged):
     assert "already" in str(report)
 
 
-def test_layers_of_experts_are_left_alone_with_a_reason_and_never_refused_in_silence(unchanged):
-    """Three-dimensional expert weights: listed by default, an error when they alone are asked for."""
+def test_experts_whose_layout_is_unknown_are_left_alone_with_a_reason_and_never_in_silence(unchanged):
+    """Three-dimensional expert weights that nothing tells the reduction axis of: listed, an error when asked for."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 32))
-            self.down_proj = nn.Parameter(torch.randn(4, 32, 32))
+            self.up_proj = nn.Parameter(torch.randn(4, 64, 32))
+            self.down_proj = nn.Parameter(torch.randn(4, 32, 64))
 
     model = nn.ModuleDict({"experts": Experts(), "proj": nn.Linear(32, 32)})
-    with unchanged(model), pytest.raises(PlanError, match=r"experts\.(gate_up|down)_proj"):
+    with unchanged(model), pytest.raises(PlanError, match=r"experts\.(up|down)_proj"):
         olq_fx.quantize_(model, {"quantization": "online", "moe": "mxfp4"})
     report = olq_fx.quantize_(model, "mxfp4")
     assert report.converted == ("proj.weight",)
-    row = report.plan.lookup("experts.gate_up_proj")
-    assert row.decision == "leave"
-    assert row.reason
+    row = report.plan.lookup("experts.up_proj")
+    assert (row.decision, row.reason) == ("leave", "use unknown; pass example_inputs or use backend()")
     assert report.share < 0.2
+
+
+def test_one_bad_value_of_one_expert_stops_all(unchanged):
+    """The refusal names the parameter and comes before anything is converted."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 16))
+            self.down_proj = nn.Parameter(torch.randn(4, 16, 32))
+
+    model = nn.ModuleDict({"proj": nn.Linear(32, 32), "experts": Experts()})
+    model["experts"].down_proj.data[3, 5, 7] = torch.nan
+    with unchanged(model), pytest.raises(ConversionError, match=r"experts\.down_proj: 1 of 2048 values are NaN"):
+        olq_fx.quantize_(model, "mxfp4")
 
 
 @pytest.mark.parametrize("device", ["meta", torch.device("meta"), "cdua", "cuda:4096", 3.5], ids=str)

@@ -275,26 +275,67 @@ def test_lists_of_experts_are_of_kind_moe_and_shared_experts_are_dense():
     ]
 
 
+def layouts(name, module):
+    found = candidates_of(nn.ModuleDict({name: module}))
+    assert all(candidate.kind == "moe" and not candidate.blocked and not candidate.left_alone for candidate in found)
+    return [
+        (c.path.rpartition(".")[2], c.shape, c.transposed, c.shards, c.interleaved) if c.use_known else c.path
+        for c in found
+    ]
+
+
+@pytest.mark.parametrize("name", ["experts", "block"])
+def test_the_shapes_of_both_weights_of_experts_tell_how_they_are_stored(name):
+    stored = Own(gate_up_proj=torch.zeros(3, 20, 6), down_proj=torch.zeros(3, 6, 10))
+    assert layouts(name, stored) == [
+        ("gate_up_proj", (3, 20, 6), False, 2, False),
+        ("down_proj", (3, 6, 10), False, 1, False),
+    ]
+    other = Own(gate_up_proj=torch.zeros(3, 6, 20), down_proj=torch.zeros(3, 10, 6))
+    assert layouts(name, other) == [
+        ("gate_up_proj", (3, 20, 6), True, 2, False),
+        ("down_proj", (3, 6, 10), True, 1, False),
+    ]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("concatenated", [False, True])
+def test_a_module_of_experts_may_say_how_it_stores_them(transposed, concatenated):
+    gate_up, down = ((3, 6, 12), (3, 6, 6)) if transposed else ((3, 12, 6), (3, 6, 6))
+    module = Own(gate_up_proj=torch.zeros(gate_up), down_proj=torch.zeros(down))
+    module.is_transposed, module.is_concatenated = transposed, concatenated
+    assert layouts("experts", module) == [
+        ("gate_up_proj", (3, 12, 6), transposed, 2, not concatenated),
+        ("down_proj", (3, 6, 6), transposed, 1, False),
+    ]
+
+
+def test_sizes_tell_how_a_single_weight_of_experts_is_stored():
+    module = named("GraniteMoeParallelExperts")
+    module.weight = nn.Parameter(torch.zeros(2, 8, 4))
+    assert layouts("linear", module) == ["linear.weight"]
+    module.output_size, module.input_size = 8, 4
+    assert layouts("linear", module) == [("weight", (2, 8, 4), False, 1, False)]
+    module.output_size, module.input_size = 4, 8
+    assert layouts("linear", module) == [("weight", (2, 4, 8), True, 1, False)]
+
+
 @pytest.mark.parametrize(
-    ("name", "module"),
+    ("name", "module", "tensors"),
     [
-        ("experts", Own(gate_up_proj=torch.zeros(2, 8, 4), down_proj=torch.zeros(2, 4, 4))),
-        ("block", Own(gate_up_proj=torch.zeros(2, 8, 4), down_proj=torch.zeros(2, 4, 4))),
-        ("experts", Own(w1=torch.zeros(2, 8, 4), w2=torch.zeros(2, 4, 4))),
-        ("linear", named("GraniteMoeParallelExperts")),
-        ("mlp", named("DbrxExpertGLU")),
+        ("experts", Own(w1=torch.zeros(2, 8, 4), w2=torch.zeros(2, 4, 4)), ["experts.w1", "experts.w2"]),
+        (
+            "experts",
+            Own(up_proj=torch.zeros(2, 8, 4), down_proj=torch.zeros(2, 4, 8)),
+            ["experts.up_proj", "experts.down_proj"],
+        ),
+        ("mlp", named("DbrxExpertGLU"), ["mlp.weight"]),
     ],
 )
-def test_stacked_experts_are_listed_with_the_reason_that_they_stay(name, module):
+def test_experts_whose_layout_nothing_tells_have_an_unknown_use(name, module, tensors):
     if not module._parameters:
-        shape = (2, 8, 4) if "Parallel" in type(module).__name__ else (16, 4)
-        module.weight = nn.Parameter(torch.zeros(shape))
-    found = candidates_of(nn.ModuleDict({name: module}))
-    assert found
-    for candidate in found:
-        assert candidate.kind == "moe"
-        assert candidate.shape == tuple(module.get_parameter(candidate.path.removeprefix(name + ".")).shape)
-        assert candidate.obstacle == "expert weights in one tensor are not converted in this version"
+        module.weight = nn.Parameter(torch.zeros(16, 4))
+    assert layouts(name, module) == tensors
 
 
 def test_computed_weights_are_listed_under_the_name_that_people_know():

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from olq_fx import panels
-from olq_fx.errors import ConversionError
 from olq_fx.formats import FORMATS
 from olq_fx.numerics import part_specs, quantize
 from olq_fx.testing import assert_same_bits, record_allocations
@@ -139,15 +138,6 @@ def test_non_finite_values_are_counted(dtype: torch.dtype):
     # The largest finite values are values.
     source = torch.full((4, 4), torch.finfo(dtype).max, dtype=dtype)
     assert panels.count_nonfinite(source) == 0
-
-
-def test_values_are_checked():
-    panels.check_values(torch.randn(3, 4), "w")
-    panels.check_values(torch.tensor(1.0), "w")
-    with pytest.raises(ConversionError, match=r"w cannot be given values of torch\.int64"):
-        panels.check_values(torch.ones(3, 4, dtype=torch.long), "w")
-    with pytest.raises(ConversionError, match="1 of 12 are NaN or Inf"):
-        panels.check_values(torch.tensor([[float("nan")] + [0.0] * 11]), "w")
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)

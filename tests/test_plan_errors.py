@@ -14,8 +14,8 @@ from olq_fx.plan import Plan, plan_for
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.zeros(2, 16, 8))
-        self.down_proj = nn.Parameter(torch.zeros(2, 8, 8))
+        self.w1 = nn.Parameter(torch.zeros(2, 16, 8))
+        self.w2 = nn.Parameter(torch.zeros(2, 8, 8))
 
 
 class Block(nn.Module):
@@ -74,7 +74,7 @@ def refused(config: object, model: nn.Module, kind: type[Exception] = PlanError,
         ({"quantization": "fp8", "ignore": ["layers.0.mlp.up_proj.bias"]}, ["is no linear, expert or"]),
         ({"quantization": "fp8", "ignore": ["*.norm"]}, ["'*.norm' matches nothing"]),
         ({"targets": {"lm_*": "fp8", "*.up_proj": "fp8"}}, ["'lm_*' quantizes nothing", "only its exact path"]),
-        ({"targets": {"*.experts": "fp8", "*.up_proj": "fp8"}}, ["'*.experts' quantizes nothing", "expert weights"]),
+        ({"targets": {"*.experts": "fp8", "*.up_proj": "fp8"}}, ["'*.experts' quantizes nothing", "use unknown"]),
         ({"targets": {"ow?": "fp8", "*.up_proj": "fp8"}}, ["'ow?' quantizes nothing", "use unknown"]),
         ({"moe": "fp8", "linear": "fp8"}, ["moe: formats are given for experts, but none is quantized"]),
         ({"targets": {"*.up_proj": "fp8"}, "include": ["lm_head"]}, ["pattern 'lm_head' quantizes nothing"]),
@@ -144,8 +144,8 @@ def test_two_targets_with_different_values(model, order):
 
 def test_what_cannot_be_quantized_is_an_error_when_it_is_named(model):
     assert "'own' names own, which cannot be quantized: use unknown" in refused({"targets": {"own": "fp8"}}, model)
-    path = "layers.0.moe.experts.down_proj"
-    assert f"names {path}, which cannot be quantized: expert weights" in refused({"targets": {path: "fp8"}}, model)
+    path = "layers.0.moe.experts.w2"
+    assert f"names {path}, which cannot be quantized: use unknown" in refused({"targets": {path: "fp8"}}, model)
     assert "cannot be quantized" in refused({"targets": {"layers.0.moe.experts": "fp8"}}, model)
     tree = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
     assert "computed by a parametrization" in refused({"targets": {"0": "fp8"}}, tree)
@@ -159,8 +159,8 @@ def test_what_cannot_be_quantized_is_an_error_when_it_is_named(model):
     ("config", "said"),
     [
         ({"quantization": "fp8", "ignore": ["*"]}, "ignored by '*'"),
-        ({"moe": "mxfp4"}, "no formats are given for linear layers|expert weights in one tensor"),
-        ({"targets": {"*.experts": "mxfp4"}}, "no target matches|expert weights"),
+        ({"moe": "mxfp4"}, "no formats are given for linear layers|use unknown"),
+        ({"targets": {"*.experts": "mxfp4"}}, "no target matches|use unknown"),
         ({"targets": {"*_head": "mxfp4"}}, "no target matches|quantizes nothing"),
         ({"quantization": "fp8", "ignore": ["layers.*"]}, "use unknown"),
     ],

@@ -68,10 +68,7 @@ def folded(plan: Plan, decision: str) -> dict[str, str]:
 
 ATTENTION = [f"model.layers.N.self_attn.{name}_proj.weight" for name in "qkvo"]
 MLP = [f"model.layers.N.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-EXPERTS = {
-    f"model.layers.N.mlp.experts.{name}_proj": "expert weights in one tensor are not converted in this version"
-    for name in ("gate_up", "down")
-}
+EXPERTS = [f"model.layers.N.mlp.experts.{name}_proj" for name in ("gate_up", "down")]
 TIED = "output embedding (lm_head.weight), tied to the embedding "
 EMBEDDINGS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "output embedding"}
 ROUTER = "router of a mixture of experts"
@@ -89,17 +86,16 @@ EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
         ATTENTION + MLP,
         {"model.embed_tokens.weight": TIED + "model.embed_tokens.weight"},
     ),
-    "qwen3_moe": (ATTENTION, {**EMBEDDINGS, **EXPERTS, "model.layers.N.mlp.gate.weight": ROUTER}),
+    "qwen3_moe": (ATTENTION + EXPERTS, {**EMBEDDINGS, "model.layers.N.mlp.gate.weight": ROUTER}),
     "qwen2_moe": (
-        ATTENTION + [path.replace("mlp", "mlp.shared_expert") for path in MLP],
+        ATTENTION + EXPERTS + [path.replace("mlp", "mlp.shared_expert") for path in MLP],
         {
             **EMBEDDINGS,
-            **EXPERTS,
             "model.layers.N.mlp.gate.weight": ROUTER,
             "model.layers.N.mlp.shared_expert_gate.weight": ROUTER,
         },
     ),
-    "gpt_oss": (ATTENTION, {**EMBEDDINGS, **EXPERTS, "model.layers.N.mlp.router.weight": ROUTER}),
+    "gpt_oss": (ATTENTION + EXPERTS, {**EMBEDDINGS, "model.layers.N.mlp.router.weight": ROUTER}),
     "bert": (
         [f"bert.encoder.layer.N.{name}.weight" for name in ("attention.self.query", "attention.self.key",
          "attention.self.value", "attention.output.dense", "intermediate.dense", "output.dense")]
@@ -140,18 +136,46 @@ def test_conv1d_is_stored_the_other_way(build):
 
 def test_bytes_of_experts_that_stay_are_said(build):
     """91 % of a model left alone in silence is what peers do; here the plan and its share say so."""
-    plan = plan_for("mxfp4", build("qwen3_moe", num_experts=64, num_local_experts=64))
+    plan = plan_for({"linear": "mxfp4"}, build("qwen3_moe", num_experts=64, num_local_experts=64))
     assert plan.share < 0.1
     assert re.search(r"experts in original precision: .*, 9\d\.\d% of all parameters", str(plan))
 
 
+BOTH = ["gate_up_proj", "down_proj"]
+
+
 @pytest.mark.parametrize(
-    "config",
-    [{"moe": "mxfp4"}, {"targets": {"*.experts": "mxfp4"}}, {"targets": {"model.layers.0.mlp.experts": "fp8"}}],
+    ("config", "layers", "names"),
+    [
+        ({"moe": "mxfp4"}, [0, 1], BOTH),
+        ({"targets": {"*.experts": "mxfp4"}}, [0, 1], BOTH),
+        ({"targets": {"*.mlp.experts": "mxfp4"}}, [0, 1], BOTH),
+        ({"targets": {"model.layers.0.mlp.experts": "fp8"}}, [0], BOTH),
+        ({"targets": {"*.experts.gate_up_proj": "fp8"}}, [0, 1], ["gate_up_proj"]),
+        ({"targets": {r"re:.*\.1\.mlp\.experts\.down_proj": "fp8"}}, [1], ["down_proj"]),
+        ({"moe": "int8", "ignore": ["*.experts.down_proj"]}, [0, 1], ["gate_up_proj"]),
+        ({"moe": "int8", "ignore": ["model.layers.1.mlp.experts"]}, [0], BOTH),
+    ],
 )
-def test_asking_for_experts_alone_is_an_error(build, config):
-    with pytest.raises(PlanError, match="expert weights in one tensor are not converted"):
-        plan_for(config, build("qwen3_moe"))
+def test_experts_are_asked_for_by_block_and_by_parameter(build, config, layers, names):
+    plan = plan_for(config, build("qwen3_moe"))
+    expected = [f"model.layers.{layer}.mlp.experts.{name}" for layer in layers for name in names]
+    assert [row.path for row in plan.quantized] == expected
+
+
+def test_the_two_weights_of_experts_may_have_different_schemes(build):
+    plan = plan_for({"targets": {"*.experts.gate_up_proj": "mxfp4", "*.experts.down_proj": "int8"}}, build("gpt_oss"))
+    assert {row.path.rpartition(".")[2]: row.formats for row in plan.quantized} == {
+        "gate_up_proj": "mxfp4 / mxfp4",
+        "down_proj": "int8_per_channel_static / int8_per_token",
+    }
+
+
+def test_of_gpt_oss_it_is_known_that_gate_and_up_take_turns(build):
+    rows = {row.path.rpartition(".")[2]: row for row in plan_for("fp8", build("gpt_oss")).quantized}
+    gate_up, down = rows["gate_up_proj"], rows["down_proj"]
+    assert (gate_up.transposed, gate_up.shards, gate_up.interleaved) == (True, 2, True)
+    assert (down.transposed, down.shards, down.interleaved) == (True, 1, False)
 
 
 def test_asking_for_a_router_alone_is_an_error_that_says_how(build):

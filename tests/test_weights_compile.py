@@ -332,14 +332,14 @@ def test_graphs_do_not_keep_what_was_quantized_for_them():
     """The memory of shared quantizations ends with the recording."""
     import gc
 
-    from olq_fx import weights_products
+    from olq_fx import weights_recording
 
     model = convert_all(Block(), "int8")
     with torch.no_grad():
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(2, 3, 64))
     torch.compiler.reset()
     gc.collect()
-    assert len(weights_products._QUANTIZED) == 0
+    assert len(weights_recording._QUANTIZED) == 0
 
 
 def test_recorded_value_looks_through_reshapes_only():

