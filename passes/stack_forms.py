@@ -74,7 +74,7 @@ def orientation(contraction: Contraction, view: WeightView) -> bool | str:
     reduced, kept = roles
     along, across = view.dims[reduced].axis, {view.dims[dim].axis for dim in kept} - {NEITHER, EXPERTS}
     if along == NEITHER:
-        along = 3 - min(across) if across else _place(view, reduced)
+        along = 3 - min(across) if across else _axis_of_one(view)
     if along in across:
         return "it is cut along its reduction axis"
     if view.dims[reduced].size != view.stored[along] or view.start[along] or view.dims[reduced].step not in (0, 1):
@@ -106,9 +106,9 @@ def _roles(contraction: Contraction, view: WeightView) -> tuple[int, tuple[int, 
     return reduced[0], kept
 
 
-def _place(view: WeightView, reduced: int) -> int:
-    """The axis of a dimension of size 1, where all output features of the view are one too: by its place."""
-    return 2 if reduced == len(view.dims) - 1 else 1
+def _axis_of_one(view: WeightView) -> int:
+    """The axis that a dimension of size 1 runs along if it sees all of that axis, where nothing else tells."""
+    return 2 if view.stored[2] == 1 else 1
 
 
 def _rank(node: object) -> int:
