@@ -22,7 +22,15 @@ from olq_fx.configuration_components import longest_prefix
 from olq_fx.declared import Declaration, declarations
 from olq_fx.errors import ConfigurationTypeError
 from olq_fx.left_alone import Place
-from olq_fx.module_uses import ALREADY_QUANTIZED, EXPERTS_NOT_YET, CandidateKind, Use, output_embeddings, places, uses_of
+from olq_fx.module_uses import (
+    ALREADY_QUANTIZED,
+    EXPERTS_NOT_YET,
+    CandidateKind,
+    Use,
+    output_embeddings,
+    places,
+    uses_of,
+)
 from olq_fx.parameters import PLAIN, Parameters
 from olq_fx.schemes import Slot
 
