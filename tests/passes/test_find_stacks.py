@@ -51,6 +51,7 @@ GATHERED: dict[str, Callable[..., Tensor]] = {
     "einsum, down": lambda w: torch.einsum("tai,taoi->tao", X[:, None].expand(-1, 2, -1), w[PAIRS]),
     "pairs in one batch": lambda w: w[PAIRS].flatten(0, 1) @ X.repeat_interleave(2, 0)[..., None],
     "pairs from one batch": lambda w: torch.einsum("ti,taoi->tao", X, w[PAIRS.view(-1)].view(M, 2, N, K)),
+    "as many as data says": lambda v: X[(rows := torch.where(IDS > 0)[0])][:, None] @ v[IDS[rows]],
     "of one expert for all": lambda w: X @ w[ONE].t(),
     "gate of the gathered": lambda w: torch.bmm(w[IDS, : N // 2], X.unsqueeze(-1)),
     "gate behind dots": lambda v: torch.bmm(X.unsqueeze(1), v[IDS, ..., ::2]),
@@ -91,8 +92,8 @@ SELECTED: dict[str, Callable[..., Tensor]] = {
     "einsum": lambda w: torch.einsum("ti,oi->to", X, w[0]),
     "by a tensor": lambda w: F.linear(X, w[ONE]),
     "select by a tensor": lambda v: X @ v.index_select(0, ONE)[0],
-    "unbound": lambda w: sum(F.linear(X, each) for each in w.unbind(0)),
-    "iterated": lambda v: sum(X @ each for each in v),
+    "unbound": lambda w: torch.cat([F.linear(X, each) for each in w.unbind(0)]),
+    "iterated": lambda v: torch.cat([X @ each for each in v]),
     "in turn": lambda w: torch.cat([F.linear(X, w[e]) for e in IDS.tolist()]),
     "select by a number": lambda v: X @ v.select(0, int(IDS[0])),
     "hit by tokens": lambda w: torch.cat([F.linear(X[torch.where(e == IDS)[0]], w[e]) for e in range(E)]),
@@ -151,6 +152,16 @@ def test_axes_of_extent_one(capture, e: int, n: int, k: int):
     captured = capture(run, weights={"w": w, "v": v})
     found = {c.path: (c.shape, c.left_alone, c.blocked) for c in find_uses.find_linear_uses(captured.gm)}
     assert found == {"w": ((e, n, k), "", ""), "v": ((e, n, k), "", "")}
+
+
+def test_no_tokens(capture):
+    w, v = nn.Parameter(torch.ones(E, N, K)), nn.Parameter(torch.ones(E, K, N))
+    x, ids = torch.ones(0, K), torch.zeros(0, dtype=torch.int64)
+    captured = capture(
+        lambda: (torch.bmm(w[ids], x[..., None]), x[:, None] @ v[ids], EACH[:, :0] @ v), weights={"w": w, "v": v}
+    )
+    found = {c.path: (c.shape, c.transposed, c.left_alone) for c in find_uses.find_linear_uses(captured.gm)}
+    assert found == {"w": ((E, N, K), False, ""), "v": ((E, N, K), True, "")}
 
 
 # name -> (what is done with w (E, N, K), a part of the reason)
