@@ -33,6 +33,9 @@ from olq_fx.passes.weight_views import (
 EXPERTS = 0
 """The stored axis along which experts lie; the other two are 1 and 2."""
 
+_INDICES = frozenset((torch.int32, torch.int64))
+"""What a tensor of numbers holds by which experts are picked; one of bool or uint8 is a mask."""
+
 _STAND_IN = 2
 """The extent of a view without data where the graph knows none, or 0: more than 1, so that its axis stays known."""
 
@@ -118,7 +121,7 @@ def _is_index(index: Any) -> bool:
     """Whether an index is a number, or a tensor of numbers, that the graph computes."""
     value = value_of(index) if isinstance(index, Node) else None
     if isinstance(value, Tensor):
-        return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+        return value.dtype in _INDICES
     return isinstance(value, torch.SymInt) or (isinstance(value, int) and not isinstance(value, bool))
 
 

@@ -108,22 +108,45 @@ def test_operators_of_transformers_by_both_names(capture):
 
 
 class Looped(nn.Module):
-    """Experts that only tokens choose, in a loop that nobody but its author knows."""
+    """A loop over experts that nobody but its author knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hit: bool) -> None:
         super().__init__()
+        self.hit = hit
         self.experts = nn.Parameter(torch.ones(4, 8, 8))
         self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         x = self.before(x)
         y = torch.zeros_like(x)
-        for expert in F.one_hot(ids, 4).sum(0).nonzero():
+        for expert in F.one_hot(ids, 4).sum(0).nonzero()[:, 0] if self.hit else range(4):
             rows = torch.where(ids == expert)[0]
-            y.index_add_(0, rows, F.linear(x[rows], self.experts[expert[0]]))
+            y.index_add_(0, rows, F.linear(x[rows], self.experts[expert]))
         return self.after(y)
 
 
-def test_a_loop_over_chosen_experts_needs_data():
+IDS = torch.tensor([0, 1, 1, 3, 0])
+
+
+def test_loop_over_all_experts_is_traced():
+    found = {candidate.path: candidate for candidate in linear_uses(Looped(hit=False), (torch.ones(5, 8), IDS))}
+    assert {path: candidate.kind for path, candidate in found.items()} == {
+        "before.weight": "linear",
+        "after.weight": "linear",
+        "experts": "moe",
+    }
+    assert (found["experts"].shape, found["experts"].transposed, found["experts"].obstacle) == ((4, 8, 8), False, "")
+
+
+def test_expert_that_data_chooses_is_traced():
+    class First(Looped):
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.before(x) @ self.experts[ids[0].item()]
+
+    found = {candidate.path: candidate for candidate in linear_uses(First(hit=False), (torch.ones(5, 8), IDS))}
+    assert (found["experts"].kind, found["experts"].transposed) == ("moe", True)
+
+
+def test_loop_over_chosen_experts_needs_data():
     with pytest.raises(PlanError, match=r"Looped cannot be traced without data .*leave them out"):
-        linear_uses(Looped(), (torch.ones(5, 8), torch.tensor([0, 1, 1, 3, 0])))
+        linear_uses(Looped(hit=True), (torch.ones(5, 8), IDS))
