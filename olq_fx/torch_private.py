@@ -272,10 +272,11 @@ def fake_mode_of(values: Iterable[Any]) -> Any:
 
 
 def new_fake_mode() -> Any:
-    """A fake mode for running a whole model, part of whose tensors may be real."""
+    """A fake mode for running a whole model, part of whose tensors may be real; extents may depend on data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def compiling_mode() -> Any:

@@ -2,6 +2,7 @@
 
 - `base`: what a pass is and what it is told; `fxtools`: small tools for graphs; `pipeline`: the order, and the runner.
 - `weight_views`, `linear_forms`, `find_uses`: how a weight is seen, the ways of writing a linear layer, who uses what.
+- `stack_views`, `stack_forms`, `find_stacks`: the same of the matrices of experts in one tensor.
 - `inline`, `open_attention`: functions of torch that hide linear layers, opened.
 - `canonicalize`, `annotate`, `swap`, `hold_experts`, `share_quantization`, `fuse_residual`, `clean_up`: the passes;
   `part_inputs` makes graph inputs for the parts of weights.

@@ -4,8 +4,12 @@
 
 The model is copied with fake tensors in the place of all its own, and the copy runs under Dynamo. Each graph (there are
 several where it breaks) goes through the same matching as in the backend. The model itself is not run.
+
+A loop over those experts that tokens chose needs data. The models of transformers have the same products in batches too
+(their option `experts_implementation`), and the copy runs those.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +44,7 @@ def linear_uses(
     mode = torch_private.new_fake_mode()
     try:
         copied = torch_private.fake_copy(mode, model)
+        _batch_experts(copied)
         given = map_aggregate((tuple(args), dict(kwargs or {})), lambda value: _fake(mode, value))
         recorder = _Recorder(copied)
         with torch_private.trace_unnoticed() as compiling, mode, torch.no_grad():
@@ -52,6 +57,17 @@ def linear_uses(
             "leave them out, or use olq_fx.backend, which sees the data"
         ) from error
     return recorder.found()
+
+
+def _batch_experts(model: nn.Module) -> None:
+    """Let the models of transformers within a model multiply with experts in batches where they loop over them."""
+    for module in model.modules():
+        chosen: dict[str, str | None] = getattr(module, "get_experts_implementation", dict)()
+        if "eager" in chosen.values():
+            batched = {part: "batched_mm" if name == "eager" else name for part, name in chosen.items()}
+            # A model that has no such choice refuses it, and has no such loop.
+            with contextlib.suppress(ValueError):
+                module.set_experts_implementation(batched)  # type: ignore[operator]
 
 
 def _fake(mode: Any, value: Any) -> Any:

@@ -1,7 +1,8 @@
 """How a weight is seen by the operations that use it: through transpositions, row slices, casts and reshapes.
 
 A view is run once on a tensor without data, and its strides say where its elements lie in the stored matrix. So every
-operation that makes a view is understood (`.t()`, `[a:b]`, `chunk`, `permute`, einops), without a list of them.
+operation that makes a view is understood (`.t()`, `[a:b]`, `chunk`, `permute`, einops), without a list of them. A stack
+of matrices is seen in the same way, with one axis more (`stack_views`).
 
     dims of  w.view(H, D, K).transpose(0, 1)  with w stored (N, K):   (rows, step 1), (rows, step D), (columns, step 1)
 """
@@ -35,9 +36,9 @@ class Dim:
     """One dimension of a view.
 
     Attributes:
-        axis: along which axis of the stored matrix it runs; NEITHER for one of size 1 or a broadcast one.
+        axis: along which axis of the stored weight it runs; NEITHER for one of size 1 or a broadcast one.
         size: its extent.
-        step: how many rows or columns apart its neighbours are.
+        step: how many rows or columns (or matrices) apart its neighbours are.
     """
 
     axis: int
@@ -47,21 +48,21 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightView:
-    """What a node sees of a stored matrix.
+    """What a node sees of a stored matrix, or of a stack of them.
 
     Attributes:
         weight: the graph input.
         dims: the dimensions of the view.
-        start: the first row and column of the stored matrix that it sees.
-        stored: (rows, columns) of the stored matrix.
+        start: along each axis, the first that it sees of what is stored.
+        stored: the shape of what is stored: (rows, columns) of a matrix.
         value: a tensor without data in the shape of the view.
         layout: the dense tensor that `value` is a view of: (stride, dimension) of its dimensions, and where it starts.
     """
 
     weight: Node
     dims: tuple[Dim, ...]
-    start: tuple[int, int]
-    stored: tuple[int, int]
+    start: tuple[int, ...]
+    stored: tuple[int, ...]
     value: Tensor
     layout: "_Layout"
 
@@ -69,7 +70,7 @@ class WeightView:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
     strides: tuple[tuple[int, Dim], ...]
-    start: tuple[int, int]
+    start: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,31 +95,47 @@ class Matrix:
 
 def stored_matrix(weight: Node) -> WeightView | None:
     """The view that a graph input has of itself; None unless it is a dense matrix of static shape."""
+    return stored_weight(weight, 2)
+
+
+def stored_weight(weight: Node, rank: int) -> WeightView | None:
+    """The view that a graph input has of itself; None unless it is dense, of static shape and of this rank."""
     tensor = tensor_of(weight)
-    if tensor is None or tensor.dim() != 2 or not all(isinstance(extent, int) for extent in tensor.shape):
+    if tensor is None or tensor.dim() != rank or not all(isinstance(extent, int) for extent in tensor.shape):
         return None
-    rows, columns = tensor.shape
     value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     if not _is_dense(value):
         return None
-    dims = (Dim(ROWS if rows > 1 else NEITHER, rows, 1), Dim(COLUMNS if columns > 1 else NEITHER, columns, 1))
-    return WeightView(weight, dims, (0, 0), (rows, columns), value, _layout_of(value, dims, (0, 0)))
+    dims = tuple(Dim(axis if extent > 1 else NEITHER, extent, 1) for axis, extent in enumerate(tensor.shape))
+    return view_of_dense(weight, value, dims, (0,) * rank, tuple(tensor.shape))
+
+
+def view_of_dense(
+    weight: Node, value: Tensor, dims: tuple[Dim, ...], start: tuple[int, ...], stored: tuple[int, ...]
+) -> WeightView:
+    """A view of which nothing is known but what its dimensions are; views of it are read from its own strides."""
+    return WeightView(weight, dims, start, stored, value, _layout_of(value, dims, start))
 
 
 def uses_of(view: WeightView, node: Node | None = None) -> Iterator[tuple[Node, Node, WeightView]]:
     """Every operation on a weight that is more than another view of it, as (user, operand, the operand's view)."""
     node = view.weight if node is None else node
     for user in list(node.users):
-        if user.op == "call_method" and user.target in _METADATA:
+        if asks_for_metadata(user):
             continue
-        for result, seen in _views(user, node, view):
+        for result, seen in views_of(user, node, view):
             if seen is None:
                 yield user, node, view
             else:
                 yield from uses_of(seen, result)
 
 
-def _views(user: Node, node: Node, view: WeightView) -> Iterator[tuple[Node, WeightView | None]]:
+def asks_for_metadata(user: Node) -> bool:
+    """Whether a node reads no values of a weight."""
+    return user.op == "call_method" and user.target in _METADATA
+
+
+def views_of(user: Node, node: Node, view: WeightView) -> Iterator[tuple[Node, WeightView | None]]:
     """The views that `user` makes of `node`, or (user, None) if it does something else with it."""
     made = _run(user, node, view.value)
     if isinstance(made, Tensor):
@@ -167,7 +184,7 @@ def _seen(made: Tensor, node: Node, before: WeightView) -> WeightView | None:
     if not made.is_floating_point():
         return None
     if torch_private.shares_storage(made, before.value):
-        return _decode(made, before)
+        return decoded(made, before)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in _COPIES and made.shape == before.value.shape:
         return dataclasses.replace(before, value=made, layout=_layout_of(made, before.dims, before.start))
@@ -187,12 +204,12 @@ def _is_dense(value: Tensor) -> bool:
     return value.storage_offset() == 0
 
 
-def _layout_of(value: Tensor, dims: tuple[Dim, ...], start: tuple[int, int]) -> _Layout:
+def _layout_of(value: Tensor, dims: tuple[Dim, ...], start: tuple[int, ...]) -> _Layout:
     pairs = [(stride, dim) for stride, dim in zip(value.stride(), dims, strict=True) if dim.size > 1]
     return _Layout(tuple(sorted(pairs, key=lambda pair: -pair[0])), start)
 
 
-def _decode(made: Tensor, before: WeightView) -> WeightView | None:
+def decoded(made: Tensor, before: WeightView) -> WeightView | None:
     """Read from strides and offset what a view sees."""
     layout = before.layout
     dims = []
@@ -210,7 +227,7 @@ def _decode(made: Tensor, before: WeightView) -> WeightView | None:
         if dim.axis != NEITHER:
             start[dim.axis] += rest // stride * dim.step
         rest %= stride
-    return dataclasses.replace(before, dims=tuple(dims), start=(start[0], start[1]), value=made)
+    return dataclasses.replace(before, dims=tuple(dims), start=tuple(start), value=made)
 
 
 def as_matrix(view: WeightView, reduced: int, kept: tuple[int, ...]) -> Matrix | str:
