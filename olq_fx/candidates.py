@@ -23,15 +23,7 @@ from olq_fx.declared import Declaration, declarations
 from olq_fx.errors import ConfigurationTypeError
 from olq_fx.expert_layouts import merged_shards
 from olq_fx.left_alone import Place
-from olq_fx.module_uses import (
-    ALREADY_QUANTIZED,
-    EXPERTS_NOT_YET,
-    CandidateKind,
-    Use,
-    output_embeddings,
-    places,
-    uses_of,
-)
+from olq_fx.module_uses import ALREADY_QUANTIZED, CandidateKind, Use, output_embeddings, places, uses_of
 from olq_fx.parameters import PLAIN, Parameters
 from olq_fx.schemes import Slot
 
@@ -295,13 +287,7 @@ def combine(tree: Iterable[Candidate], graph: Iterable[Candidate], *, whole: boo
         combined.append(enriched)
         known.update(candidate.names)
     added = dict.fromkeys(c for c in traced.values() if not known.intersection(c.names))
-    return (*combined, *map(_unless_stacked, added))
-
-
-def _unless_stacked(candidate: Candidate) -> Candidate:
-    """A candidate that a graph adds; stacked experts that the tree does not know cannot be converted either."""
-    blocked = candidate.blocked or (EXPERTS_NOT_YET if candidate.kind == "moe" else "")
-    return dataclasses.replace(candidate, blocked=blocked)
+    return (*combined, *(dataclasses.replace(one, shards=_shards_of(one, one)) for one in added))
 
 
 def _enrich(candidate: Candidate, traced: Candidate) -> Candidate:

@@ -65,7 +65,9 @@ def _hold(weight: Node, planned: PlannedExperts) -> None:
     size, stride = [int(extent) for extent in tensor.shape], [int(extent) for extent in tensor.stride()]
     with weight.graph.inserting_after(last):
         held = weight.graph.call_function(held_experts, (tuple(parts), tensor.dtype, size, stride), fields)
-    inherited = {key: users[0].meta[key] for key in ("stack_trace", "nn_module_stack") if key in users[0].meta}
+    inherited: dict[str, Any] = {
+        key: users[0].meta[key] for key in ("stack_trace", "nn_module_stack") if key in users[0].meta
+    }
     held.meta = {**inherited, VALUE: tensor, MADE: True}
     for user in users:
         user.replace_input_with(weight, held)

@@ -602,5 +602,5 @@ def test_a_graph_adds_what_the_tree_cannot_know():
     contrary = combine(candidates_of(model), [traced("linear.weight", (4, 4), transposed=True)])
     assert "both as" in contrary[2].obstacle
     assert combine(candidates_of(model), []) == candidates_of(model)
-    (*_, experts) = combine(candidates_of(model), [traced("functional.w", (4, 2, 2), kind="moe")])
-    assert experts.obstacle == "expert weights in one tensor are not converted in this version"
+    (*_, experts) = combine(candidates_of(model), [traced("own.gate_up_proj", (4, 6, 2), kind="moe")])
+    assert (experts.shape, experts.shards, experts.obstacle) == ((4, 6, 2), 2, "")
