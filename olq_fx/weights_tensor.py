@@ -299,7 +299,7 @@ class QuantizedWeight(torch.Tensor):
         """What it is, without reading data."""
         about = f"{self.spec.weight}, activation {self.spec.activation or 'original'}, shape {tuple(self.shape)}"
         state = ", pending" if self.pending is not None else ""
-        return f"QuantizedWeight({about}, dtype {self.dtype}, device {self.device}{state})"
+        return f"{type(self).__name__}({about}, dtype {self.dtype}, device {self.device}{state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
         """A weight over copies of the parts; a part that several weights share is shared by their copies too."""
