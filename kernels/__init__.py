@@ -7,6 +7,7 @@
   first: `native_simd.h` (eight floats), `native_format.h` (what a format is), `native_elements.h` (values to codes),
   `native_codes.h` (codes to numbers), `native_decode.h` (to values), `native_wide.h` (32 at a time), `native_io.h`
   (activations in, outputs out), `native_few.h`, `native_integer.h`.
+  `native_experts` gives them the rows of many experts at once.
 - `build`: builds them with the machine's own compiler at first use.
 - `device`: the numerics as functions of Triton's language; `device_scales`: the scales by every rule, on top of it.
 - `triton_encode`: Triton kernels that quantize and dequantize; `triton_quantize` launches them.

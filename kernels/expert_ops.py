@@ -30,7 +30,7 @@ from torch.nn import functional
 from olq_fx import torch_private
 from olq_fx.errors import ConversionError
 from olq_fx.formats import get_format
-from olq_fx.kernels import experts, native, ops, reference, support
+from olq_fx.kernels import experts, native_experts, ops, reference, support
 from olq_fx.kernels.experts import Gated, Layer, Segments, Stack
 from olq_fx.kernels.support import capability_of
 
@@ -198,7 +198,7 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, *described: Any) -> Tensor:
 
         with torch.cuda.device(x.device):
             return triton_experts.layer(x, ids, weights, whole, capability_of(x.device))
-    return experts.layer(x, ids, weights, whole, _of_device(x))
+    return experts.layer(x, ids, weights, whole, _of_device(x), torch.ops.olq_fx.quantize.default)
 
 
 def _layer(
@@ -263,12 +263,12 @@ def _multiplied(
             return triton_experts.grouped_linear(
                 *args, gather=by_order, scatter=by_order, capability=capability_of(first.device)
             )
-    return experts.grouped_linear(*args, gather=by_order, scatter=by_order, product=_of_device(first))
+    return _of_device(first)(*args, gather=by_order, scatter=by_order)
 
 
 def _of_device(x: Tensor) -> Callable[..., Tensor]:
-    """What multiplies on the device of `x`, one expert at a time."""
-    return native.quantized_linear if x.device.type == "cpu" else reference.quantized_linear
+    """What multiplies on the device of `x` where Triton's kernels do not."""
+    return native_experts.grouped_linear if x.device.type == "cpu" else experts.grouped_linear
 
 
 def _routed(ids: Tensor, count: int) -> Segments:

@@ -153,10 +153,9 @@ def route(ids: Tensor, experts: int) -> Segments:
     """
     flat = ids.reshape(-1).to(torch.int64)
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    order = torch.sort(flat, stable=True).indices.to(torch.int32)
-    counts = functional.one_hot(flat, experts + 1).sum(0)[:experts]
-    offsets = functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    return Segments(offsets, order, ids.shape[1])
+    found, order = torch.sort(flat, stable=True)
+    bounds = torch.arange(experts + 1, device=ids.device)
+    return Segments(torch.searchsorted(found, bounds, out_int32=True), order.to(torch.int32), ids.shape[1])
 
 
 def grouped_linear(
@@ -298,7 +297,8 @@ def layer(
     ids: Tensor,
     weights: Tensor,
     experts: Layer,
-    product: Callable[..., Tensor] = reference.quantized_linear,
+    multiply: Callable[..., Tensor] = grouped_linear,
+    quantize: Callable[[Tensor, str, str], Sequence[Tensor]] = reference.quantize,
 ) -> Tensor:
     """All experts of a layer.
 
@@ -310,7 +310,7 @@ def layer(
         ids: (T, k).
         weights: (T, k), taken as float32.
         experts: the weights.
-        product: as `grouped_linear` takes it.
+        multiply, quantize: `grouped_linear` and `reference.quantize`, or what computes the same faster.
 
     Returns:
         (T, H) of the dtype of `x`.
@@ -322,18 +322,16 @@ def layer(
     segments, name = route(ids, experts.gate_up.parts[0].shape[0]), experts.activation_format
 
     def activations(values: Tensor) -> Sequence[Tensor]:
-        return numerics.quantize(values, get_format(name), experts.rule) if name else [values]
+        return quantize(values, name, experts.rule) if name else [values]
 
-    hidden = grouped_linear(
-        activations(x), name, experts.gate_up, x.shape[1], x.dtype, segments, gather=True, product=product
-    )
+    hidden = multiply(activations(x), name, experts.gate_up, x.shape[1], x.dtype, segments, gather=True)
     inner = gated(hidden[: int(segments.offsets[-1])], experts.gated)
     missing = hidden.shape[0] - inner.shape[0]
     parts = [
         functional.pad(part, (0, 0, 0, missing)) if part.shape[0] == inner.shape[0] else part
         for part in activations(inner)
     ]
-    rows = grouped_linear(parts, name, experts.down, inner.shape[1], x.dtype, segments, scatter=True, product=product)
+    rows = multiply(parts, name, experts.down, inner.shape[1], x.dtype, segments, scatter=True)
     return combine(rows, ids, weights, segments.experts)
 
 

@@ -60,6 +60,7 @@ class _Output(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
+        ("stride", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
         ("bias_dtype", ctypes.c_int32),
         ("residual", ctypes.c_void_p),
@@ -193,6 +194,59 @@ def quantized_linear(
     return _product(library, activation, m, k, dtype, weight, weight_format, bias, residual)
 
 
+def grouped_linear(
+    x: Sequence[Tensor],
+    activation_format: str,
+    weight: Sequence[Tensor],
+    weight_format: str,
+    k: int,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    offsets: Tensor,
+    matrices: int,
+) -> Tensor | None:
+    """The products of ragged segments of rows, each with the weight of its own expert, in one call.
+
+    Args:
+        x: the parts of activations (M, K), or a list of one tensor.
+        activation_format: their format, "" for original precision.
+        weight: the parts of (E, N, K), contiguous: each expert's of `matrices` matrices, one after the other.
+        weight_format: its format.
+        k: K.
+        dtype: of the result.
+        bias: (E, N) or None.
+        offsets: (E + 1,) integers: rows from `offsets[e]` to `offsets[e + 1]` belong to expert e.
+        matrices: how many a weight is made of.
+
+    Returns:
+        (M, N), 0 where a row belongs to nobody; None where there are no native kernels that take the call. Shapes are
+        the caller's to check.
+    """
+    library, n = _LOADER.get().library, weight[0].shape[1]
+    taken = library is not None and dtype in _DTYPES and all(part.is_contiguous() for part in weight)
+    if library is None or not taken or 0 in (x[0].shape[0], n, k):
+        return None
+    m = x[0].shape[0]
+    # Whatever they are, nothing is read or written beyond the rows.
+    offsets = offsets.to(torch.int64).clamp(0, m)
+    if activation_format:
+        x = _checked(x, activation_format, m, k)
+        given = _Activation(None, 0, 0, _Parts(*_pointers(x)), _layout(activation_format))
+    else:
+        x = [_readable(x[0], x[0].stride(1) == 1 or k == 1)]
+        given = _Activation(x[0].data_ptr(), _DTYPES[x[0].dtype], x[0].stride(0), _Parts(), _Format())
+    y = torch.zeros((m, n), dtype=dtype)
+    output = _Output(y.data_ptr(), _DTYPES[dtype], n)
+    if bias is not None:
+        bias = _readable(bias, bias.is_contiguous())
+        output.bias, output.bias_dtype = bias.data_ptr(), _DTYPES[bias.dtype]
+    operands = ctypes.byref(given), ctypes.byref(_Parts(*_pointers(weight))), _pointer(weight_format)
+    sizes = (offsets.data_ptr(), len(weight[0]), matrices, n // matrices, k, torch.get_num_threads())
+    if library.olq_grouped_product(*operands, ctypes.byref(output), *sizes):
+        raise MemoryError(f"no memory to decode activations of shape ({m}, {k})")
+    return y
+
+
 def _unquantized(
     library: ctypes.CDLL,
     activation: Sequence[Tensor],
@@ -245,7 +299,7 @@ def _product(
     n = weight[0].shape[0] if weight else 0
     weight = _checked(weight, weight_format, n, k)
     y = torch.empty((m, n), dtype=dtype)
-    output = _Output(y.data_ptr(), _DTYPES[dtype])
+    output = _Output(y.data_ptr(), _DTYPES[dtype], n)
     if bias is not None or residual is not None:
         reference.check_operands(m, k, weight, weight_format, bias, residual)
     if bias is not None:
@@ -348,5 +402,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.olq_product.argtypes = (
         *(ctypes.POINTER(_Activation), ctypes.POINTER(_Parts), format, ctypes.POINTER(_Output)),
         *(int64, int64, int64, int32),
+    )
+    library.olq_grouped_product.argtypes = (
+        *(ctypes.POINTER(_Activation), ctypes.POINTER(_Parts), format, ctypes.POINTER(_Output)),
+        *(pointer, int64, int64, int64, int64, int32),
+    )
+    library.olq_grouped_product.argtypes = (
+        *(ctypes.POINTER(_Activation), ctypes.POINTER(_Parts), format, ctypes.POINTER(_Output)),
+        *(pointer, int64, int64, int64, int64, int32),
     )
     return library

@@ -187,7 +187,7 @@ template <int rows, class RowType> void few_rows(const Parts& w, const Format& f
         few_rows_task<rows, RowType>(w, format, s, x, sums, top);
         for (int64_t m = 0; m < rows && first + m < s.m; m++) {
             for (int64_t r = 0; r < count; r++) line[r] = sum_of(sums[r * rows + m]);
-            write_row(out, s.n, first + m, top, count, line);
+            write_row(out, first + m, top, count, line);
         }
     });
 }

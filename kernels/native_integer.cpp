@@ -95,7 +95,7 @@ template <int rows> void few_rows(const Activation& x, const Parts& w, const Sha
             dot<rows>((const int8_t*)w.codes + (top + r) * s.k, wide, s.k, padded, sums);
             for (int64_t m = 0; m < s.m; m++) lines[m][r] = scaled(sums[m], scales(x.parts)[m], scales(w)[top + r]);
         }
-        for (int64_t m = 0; m < s.m; m++) write_row(out, s.n, m, top, count, lines[m]);
+        for (int64_t m = 0; m < s.m; m++) write_row(out, m, top, count, lines[m]);
     });
 }
 
@@ -181,7 +181,7 @@ bool panel_task(const Activation& x, const Parts& w, const Shape& s, const Block
             for (int64_t r = 0; r < rows; r++)
                 line[r] =
                     scaled(sums[((t - first) * PANEL + r) * TILE_X + m], scales(x.parts)[row], scales(w)[top + r]);
-            write_row(out, s.n, row, top, rows, line);
+            write_row(out, row, top, rows, line);
         }
     }
     return true;

@@ -19,6 +19,7 @@ struct Activation {
 struct Output {
     void* data;
     int32_t dtype;
+    int64_t stride;
     const void* bias;
     int32_t bias_dtype;
     const void* residual;
@@ -77,13 +78,13 @@ template <class T> void round_line(const float* from, int64_t count, T* to) {
 }
 
 // Bias in float32, one rounding; then the residual as an addition of its own.
-template <class T> void finish(const Output& out, int64_t n, int64_t row, int64_t column, int64_t count, float* sums) {
+template <class T> void finish(const Output& out, int64_t row, int64_t column, int64_t count, float* sums) {
     float added[LINE];
     if (out.bias) {
         read_line(out.bias, out.bias_dtype, column, count, added);
         for (int64_t i = 0; i < count; i++) sums[i] += added[i];
     }
-    T* y = (T*)out.data + row * n + column;
+    T* y = (T*)out.data + row * out.stride + column;
     round_line(sums, count, y);
     if (!out.residual) return;
     read_line(out.residual, out.residual_dtype, row * out.residual_stride + column, count, added);
@@ -93,8 +94,8 @@ template <class T> void finish(const Output& out, int64_t n, int64_t row, int64_
 }
 
 // Writes y[row, column ...] from at most LINE sums, which it overwrites.
-inline void write_row(const Output& out, int64_t n, int64_t row, int64_t column, int64_t count, float* sums) {
-    if (out.dtype == FLOAT32) finish<float>(out, n, row, column, count, sums);
-    if (out.dtype == BFLOAT16) finish<bf16>(out, n, row, column, count, sums);
-    if (out.dtype == FLOAT16) finish<f16>(out, n, row, column, count, sums);
+inline void write_row(const Output& out, int64_t row, int64_t column, int64_t count, float* sums) {
+    if (out.dtype == FLOAT32) finish<float>(out, row, column, count, sums);
+    if (out.dtype == BFLOAT16) finish<bf16>(out, row, column, count, sums);
+    if (out.dtype == FLOAT16) finish<f16>(out, row, column, count, sums);
 }

@@ -5,6 +5,9 @@
 // registers. Each output is computed from its own two rows in an order that depends on K and the way only: not on M, N,
 // threads.
 
+#include <atomic>
+#include <vector>
+
 #include "native_few.h"
 #include "native_integer.h"
 
@@ -16,6 +19,7 @@ constexpr int DEPTH = 256;                 // k's of a panel that is decoded at 
 constexpr int PANEL = 48;                  // rows of w of a panel
 constexpr int64_t BLOCK_BYTES = 32 << 20;  // of x, decoded
 constexpr int BLOCK_TILES = 32;            // tiles of x that share a decoded panel
+constexpr int64_t SERIAL = 1 << 16;        // as in native.py
 
 // ---- many rows of x
 
@@ -112,7 +116,7 @@ template <class RowType> class PanelTask {
             const float* sums = sums_.data + (t - first_) * PANEL * TILE_X;
             for (int64_t m = 0; m < TILE_X && block_row + t * TILE_X + m < s_.m; m++) {
                 for (int64_t r = 0; r < rows_; r++) line[r] = sums[r * TILE_X + m];
-                write_row(out, s_.n, block_row + t * TILE_X + m, top_, rows_, line);
+                write_row(out, block_row + t * TILE_X + m, top_, rows_, line);
             }
         }
     }
@@ -147,13 +151,60 @@ bool product_many(const Activation& x, const Parts& w, const Format& format, con
     return done;
 }
 
+bool product(const Activation& x, const Parts& w, const Format& format, const Shape& s, const Output& out,
+             int threads) {
+    if (integer_product_supports(x, w, format, s)) return integer_product(x, w, format, s, out, threads);
+    return (s.m <= FEW ? few_rows_product : product_many)(x, w, format, s, out, threads);
+}
+
+bool knows(const Activation& x, const Format& format) {
+    return with_format(format, [](auto) {}) && (!x.parts.codes || with_format(x.format, [](auto) {}));
+}
+
+// ---- matrices one after the other
+
+// The parts of matrix `index` of those (rows, k) that lie one after the other.
+Parts matrix_at(const Parts& all, const Format& f, int64_t rows, int64_t k, int64_t index) {
+    int64_t scales = (f.group_rows ? ceil_div(rows, f.group_rows) : 1) * scale_columns(f, k);
+    int64_t coarse = (f.coarse == COARSE_TENSOR ? 1 : rows) * coarse_columns(f, k);
+    int64_t size = f.scale == SCALE_F32 ? 4 : 1;
+    return {all.codes + index * rows * code_bytes(f, k), (uint8_t*)all.scale + index * scales * size,
+            f.coarse ? all.coarse + index * coarse : nullptr};
+}
+
+const void* element(const void* data, int32_t dtype, int64_t index) {
+    return (const uint8_t*)data + index * (dtype == FLOAT32 ? 4 : 2);
+}
+
+// y from a row and a column on.
+Output columns_from(const Output& out, int64_t row, int64_t column) {
+    Output moved = out;
+    moved.data = (void*)element(out.data, out.dtype, row * out.stride + column);
+    return moved;
+}
+
+// x from a row on.
+Activation rows_from(const Activation& x, int64_t k, int64_t row) {
+    Activation rows = x;
+    if (!x.parts.codes) {
+        rows.data = element(x.data, x.dtype, row * x.stride);
+        return rows;
+    }
+    Parts moved = matrix_at(x.parts, x.format, 1, k, row);
+    // What belongs to the whole tensor stays where it is.
+    rows.parts.codes = moved.codes;
+    if (x.format.group_rows) rows.parts.scale = moved.scale;
+    if (x.format.coarse != COARSE_TENSOR) rows.parts.coarse = moved.coarse;
+    return rows;
+}
+
 }  // namespace
 
 // Decodes (rows, k) to `dtype`. Returns 0, or 1 for a format it does not know.
 extern "C" int olq_decode(void* codes, void* scale, float* coarse, const Format* format, int64_t rows, int64_t k,
                           void* to, int dtype, int threads) {
     Activation x{nullptr, FLOAT32, 0, {(uint8_t*)codes, scale, coarse}, *format};
-    Output out{to, dtype, nullptr, 0, nullptr, 0, 0};
+    Output out{to, dtype, k, nullptr, 0, nullptr, 0, 0};
     bool known = with_format(*format, [](auto) {});
     if (!known) return 1;
     parallel_for(rows, 16, threads, [&](int64_t row) {
@@ -161,7 +212,7 @@ extern "C" int olq_decode(void* codes, void* scale, float* coarse, const Format*
         for (int64_t begin = 0; begin < k; begin += DEPTH) {
             int64_t end = begin + DEPTH < k ? begin + DEPTH : k;
             read_row(x, k, row, begin, end, part);
-            write_row(out, k, row, begin, end - begin, part);
+            write_row(out, row, begin, end - begin, part);
         }
     });
     return 0;
@@ -170,11 +221,41 @@ extern "C" int olq_decode(void* codes, void* scale, float* coarse, const Format*
 // y (m, n). Returns 0, 1 for a format it does not know, 2 if there is no memory.
 extern "C" int olq_product(const Activation* x, const Parts* w, const Format* format, const Output* out, int64_t m,
                            int64_t n, int64_t k, int threads) {
-    if (!with_format(*format, [](auto) {})) return 1;
-    if (x->parts.codes && !with_format(x->format, [](auto) {})) return 1;
-    Shape s{m, n, k};
-    if (integer_product_supports(*x, *w, *format, s)) return integer_product(*x, *w, *format, s, *out, threads) ? 0 : 2;
-    return (m <= FEW ? few_rows_product : product_many)(*x, *w, *format, s, *out, threads) ? 0 : 2;
+    if (!knows(*x, *format)) return 1;
+    return product(*x, *w, *format, {m, n, k}, *out, threads) ? 0 : 2;
+}
+
+// The products of ragged segments: rows of x from offsets[e] to offsets[e + 1] with the matrices (n, k) of expert e, of
+// which there are `shards` one after the other, as their columns of y are. Bias: (experts, shards x n). Returns what
+// olq_product does. Threads take one matrix after the other, or share each where one has much of the work.
+extern "C" int olq_grouped_product(const Activation* x, const Parts* w, const Format* format, const Output* out,
+                                   const int64_t* offsets, int64_t experts, int64_t shards, int64_t n, int64_t k,
+                                   int threads) {
+    if (!knows(*x, *format)) return 1;
+    std::vector<int64_t> hit;
+    int64_t rows = 0, most = 0;
+    for (int64_t e = 0; e < experts; e++) {
+        int64_t m = offsets[e + 1] - offsets[e];
+        if (m <= 0) continue;
+        hit.push_back(e);
+        rows += m;
+        most = m > most ? m : most;
+    }
+    int64_t work = n * k / 4;
+    if (rows * shards * work < SERIAL) threads = 1;
+    int64_t matrices = int64_t(hit.size()) * shards;
+    bool apart = most * 2 * threads <= rows * shards;
+    std::atomic<bool> done{true};
+    parallel_for(matrices, 1, apart ? threads : 1, [&](int64_t i) {
+        int64_t e = hit[size_t(i / shards)], start = offsets[e], m = offsets[e + 1] - start;
+        int64_t matrix = e * shards + i % shards;
+        Output columns = columns_from(*out, start, i % shards * n);
+        if (out->bias) columns.bias = element(out->bias, out->bias_dtype, matrix * n);
+        int shared = apart || m * work < SERIAL ? 1 : threads;
+        if (!product(rows_from(*x, k, start), matrix_at(*w, *format, n, k, matrix), *format, {m, n, k}, columns, shared))
+            done = false;
+    });
+    return done ? 0 : 2;
 }
 
 // The sizes of the structures, for the caller to compare with its own.

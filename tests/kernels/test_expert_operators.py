@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from olq_fx.errors import ConversionError, UnsupportedError
 from olq_fx.formats import FORMATS
-from olq_fx.kernels import expert_ops, experts, native
+from olq_fx.kernels import experts, native_experts
 from olq_fx.kernels.experts import Gated, Layer
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import assert_product_close, assert_same_bits
@@ -117,6 +117,39 @@ def test_each_segment_is_multiplied_as_by_itself(scheme, lengths):
     assert_same_bits(y, each_by_itself(x, lengths, stack, SLOTS[scheme][1]))
 
 
+@pytest.mark.parametrize("lengths", [(60, 0, 70), (3, 1, 200)])
+@pytest.mark.parametrize("scheme", KINDS)
+def test_threads_change_no_bit(scheme, lengths):
+    """Whether they take one expert each, or share that which has most rows."""
+    stack, arguments = operands(scheme, n=64, k=96, shards=2)
+    x = torch.randn(sum(lengths), 96).bfloat16()
+    y = OPS.grouped_linear(x, torch.tensor(lengths).cumsum(0), *arguments)
+    assert_same_bits(y, each_by_itself(x, lengths, stack, SLOTS[scheme][1]))
+
+
+@pytest.mark.parametrize("ends", [(1, 9, 12), (-3, 2, 99), (4, 2, 6)])
+def test_ends_beyond_the_rows_read_nothing_there(ends):
+    stack, arguments = operands("fp8_weight_only")
+    x = torch.randn(6, 40).bfloat16()
+    y = OPS.grouped_linear(x, torch.tensor(ends), *arguments)
+    expected, start = torch.zeros_like(y), 0
+    for expert, end in enumerate(min(max(end, 0), 6) for end in ends):
+        rows = slice(start, max(start, end))
+        alone = [part[expert] for part in stack.parts]
+        expected[rows] = OPS.linear(x[rows], alone, stack.format, "", "", stack.bias[expert], None)
+        start = end
+    assert_same_bits(y, expected)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_weights_that_do_not_lie_row_by_row(scheme):
+    _, arguments = operands(scheme)
+    x, ids = torch.randn(5, 40).bfloat16(), torch.tensor([0, 2, 2, 1, 0])
+    spread = [part.mT.contiguous().mT for part in arguments[0]]
+    found = OPS.gathered_linear(x, ids, spread, *arguments[1:])
+    assert_same_bits(found, OPS.gathered_linear(x, ids, *arguments))
+
+
 @pytest.mark.parametrize("shards", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_shards_are_quantized_by_themselves(scheme, shards):
@@ -163,7 +196,7 @@ def test_products_are_those_of_the_dequantized_operands(scheme, where, monkeypat
     stack, arguments = operands(scheme, n=64, k=96)
     x, activation = torch.randn(130, 96).bfloat16(), SLOTS[scheme][1]
     if where == "reference":
-        monkeypatch.setattr(native, "quantized_linear", expert_ops.reference.quantized_linear)
+        monkeypatch.setattr(native_experts, "grouped_linear", experts.grouped_linear)
     y = OPS.grouped_linear(x, torch.tensor([1, 129, 130]), *arguments)
     read = x.float()
     if activation:
