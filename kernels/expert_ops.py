@@ -219,13 +219,13 @@ def _layer(
     return Layer(
         Stack(gate_up, gate_up_format, gate_up_bias, gate_up_shards),
         Stack(down, down_format, down_bias),
-        Gated(_kind(activation), alpha, limit),
+        Gated(kind_of(activation), alpha, limit),
         activation_format,
         rule,
     )
 
 
-def _kind(name: str) -> Any:
+def kind_of(name: str) -> Any:
     """The name of an activation, if it is one.
 
     Raises:

@@ -19,6 +19,7 @@ from olq_fx.kernels import fused_quantize, linear_products, ops, tuned_tables
 from olq_fx.late_decomposition import LateDecompositions
 from olq_fx.passes import pipeline
 from olq_fx.passes.dumps import Dumps, difference, operators_of
+from olq_fx.weights_recording import operators_kept
 
 _INDUCTOR = "inductor"
 
@@ -90,15 +91,15 @@ class Inner:
             fuse = torch_private.fuses_epilogues(settings)
             fused_quantize.prepare()
             linear_products.prepare()
-            found = torch_private.compile_inductor(
-                gm,
-                inputs,
-                decompositions={**ops.decompositions(), **late.table()},
-                rewrite=_rewriting(late, fuse, refuse, note, dump_dir),
-                options=settings,
-                cache_tag=f"olq_fx:{sources()}:{tag}:{tuned_tables.state()}",
-            )
-            return found
+            with operators_kept():
+                return torch_private.compile_inductor(
+                    gm,
+                    inputs,
+                    decompositions={**ops.decompositions(), **late.table()},
+                    rewrite=_rewriting(late, fuse, refuse, note, dump_dir),
+                    options=settings,
+                    cache_tag=f"olq_fx:{sources()}:{tag}:{tuned_tables.state()}",
+                )
         keywords: dict[str, Any] = {} if mode is None else {"mode": mode}
         if options is not None:
             keywords["options"] = options

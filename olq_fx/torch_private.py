@@ -279,6 +279,14 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within it tensors have data, also while a compiler works with fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    found: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return found
+
+
 def compiling_mode() -> Any:
     """The fake mode in which AOTAutograd will trace what Dynamo has captured; None outside a compilation."""
     from torch._guards import TracingContext

@@ -17,7 +17,7 @@ from torch import Tensor
 from olq_fx import torch_private
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.formats import Format, get_format
-from olq_fx.kernels import expert_ops, ops  # noqa: F401 (they register torch.ops.olq_fx)
+from olq_fx.kernels import expert_gate_ops, expert_ops, ops  # noqa: F401 (they register torch.ops.olq_fx)
 from olq_fx.numerics import Parts
 
 

@@ -6,6 +6,7 @@
 - `inline`, `open_attention`: functions of torch that hide linear layers, opened.
 - `canonicalize`, `annotate`, `swap`, `hold_experts`, `share_quantization`, `fuse_residual`, `clean_up`: the passes;
   `part_inputs` makes graph inputs for the parts of weights.
+- `fuse_experts`: a late pass, for what is between two products of experts.
 - `fuse_quantize`: a late pass, on the graph of aten operators; `row_regions` finds what leads up to a quantization,
   `region_bodies` says it as a graph of matrices, `body_stages` as graphs of scalars; `on_load` finds the products that
   may quantize what they read by themselves.

@@ -18,6 +18,7 @@ from olq_fx.passes.base import Context, Pass, Reject
 from olq_fx.passes.canonicalize import Canonicalize
 from olq_fx.passes.clean_up import CleanUp
 from olq_fx.passes.dumps import Dumps, difference, operators_of
+from olq_fx.passes.fuse_experts import FuseExperts
 from olq_fx.passes.fuse_quantize import FuseQuantize
 from olq_fx.passes.fuse_residual import FuseResidual
 from olq_fx.passes.fxtools import value_of
@@ -40,7 +41,8 @@ PASSES: tuple[Callable[[Context], Pass], ...] = (
 """What runs, in this order; each entry says why it stands there."""
 
 LATE_PASSES: tuple[Callable[[], Pass], ...] = (
-    FuseQuantize,  # first: a product in the kernel of a quantization is no kernel of its own
+    FuseExperts,  # before the next, which would make a kernel of what is between two products of experts
+    FuseQuantize,  # before the next: a product in the kernel of a quantization is no kernel of its own
     MergeProducts,  # what is left of products
 )
 """What runs on the graph of aten operators that AOTAutograd makes, where what is pointwise is one kind of node."""

@@ -189,6 +189,35 @@ BLOCKS: dict[str, Any] = {
 }
 
 
+class Experts(nn.Module):
+    """A layer of experts as the models of transformers run it in grouped products."""
+
+    def __init__(self, count: int = 8, inner: int = HIDDEN, turns: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * inner, D) / 16)
+        self.down_proj = nn.Parameter(torch.randn(count, D, inner) / 16)
+        self.is_transposed, self.is_concatenated = False, not turns
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        top_k, flat = ids.shape[1], ids.reshape(-1)
+        order = torch.sort(flat, stable=True).indices
+        tokens = order // top_k
+        counts = functional.one_hot(flat, len(self.gate_up_proj)).sum(0)
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        y = functional.grouped_mm(x[tokens], self.gate_up_proj.mT, offs=ends)
+        gate, up = y.chunk(2, -1) if self.is_concatenated else (y[:, ::2], y[:, 1::2])
+        y = functional.grouped_mm(functional.silu(gate) * up, self.down_proj.mT, offs=ends)
+        return torch.zeros_like(x).index_add(0, tokens, y * weights.reshape(-1)[order][:, None])
+
+
+def experts(rows: int = 40, turns: bool = False) -> tuple[nn.Module, list[Tensor]]:
+    """A layer of eight experts, of which each token has two, and its inputs."""
+    torch.manual_seed(0)
+    ids = torch.rand(rows, 8).topk(2).indices
+    weights = torch.rand(rows, 2, dtype=torch.bfloat16)
+    return Experts(turns=turns).bfloat16().eval(), [torch.randn(rows, D, dtype=torch.bfloat16), ids, weights]
+
+
 def feed_forward(rows: int = ROWS) -> tuple[nn.Module, list[Tensor]]:
     """The second half of a block of Llama, and its inputs."""
     torch.manual_seed(0)
