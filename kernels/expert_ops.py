@@ -194,10 +194,10 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, *described: Any) -> Tensor:
     reference.refuse_gradient(x, weights, whole.gate_up.bias, whole.down.bias, said=_NO_GRADIENT.format("experts"))
     formats, activation_format = (whole.gate_up.format, whole.down.format), whole.activation_format
     if x.is_cuda and all(_triton_takes(x, format, activation_format, x.dtype) for format in formats):
-        from olq_fx.kernels import triton_experts
+        from olq_fx.kernels import triton_expert_layer
 
         with torch.cuda.device(x.device):
-            return triton_experts.layer(x, ids, weights, whole, capability_of(x.device))
+            return triton_expert_layer.layer(x, ids, weights, whole, capability_of(x.device))
     return experts.layer(x, ids, weights, whole, _of_device(x), torch.ops.olq_fx.quantize.default)
 
 

@@ -31,7 +31,7 @@ from olq_fx.errors import ConversionError
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels import reference
 
-Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
+Kind = Literal["silu", "gelu", "gelu_tanh", "relu_squared", "clamped"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The activations between the two products of an expert: see `Gated`."""
@@ -86,8 +86,8 @@ class Gated:
     """The activation between the two products of an expert: act(gate) x up, or act(up) where there is no gate.
 
     Attributes:
-        kind: `silu`, `gelu` (by erf), `gelu_tanh`, or `clamped`, which is that of gpt-oss: gate at most `limit`, up
-            within +-`limit`, (up + 1) x gate x sigmoid(alpha x gate).
+        kind: `silu`, `gelu` (by erf), `gelu_tanh`, `relu_squared`, or `clamped`, which is that of gpt-oss and needs a
+            gate: gate at most `limit`, up within +-`limit`, (up + 1) x gate x sigmoid(alpha x gate).
         alpha, limit: of `clamped`.
     """
 
@@ -101,7 +101,7 @@ class Layer:
     """The experts of a layer.
 
     Attributes:
-        gate_up: (E, 2 I, H) of two shards.
+        gate_up: (E, 2 I, H) of two shards, gate and up; or (E, I, H) of one, where there is no gate.
         down: (E, H, I).
         gated: what is between them.
         activation_format: of what both products read; "" for original precision.
@@ -113,6 +113,11 @@ class Layer:
     gated: Gated
     activation_format: str = ""
     rule: str = ""
+
+    @property
+    def inner(self) -> int:
+        """I."""
+        return self.gate_up.parts[0].shape[1] // self.gate_up.shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,20 +260,22 @@ def _of_expert(
     return y
 
 
-def gated(hidden: Tensor, activation: Gated) -> Tensor:
-    """(M, 2 I) to (M, I) of its dtype, rounded to it wherever PyTorch rounds in eager mode."""
+def gated(hidden: Tensor, activation: Gated, shards: int = 2) -> Tensor:
+    """(M, shards x I) to (M, I) of its dtype, rounded to it wherever PyTorch rounds in eager mode."""
     dtype = hidden.dtype
-    gate, up = hidden.chunk(2, 1)
+    gate, *others = hidden.chunk(shards, 1)
     if activation.kind == "clamped":
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        gate, up = gate.clamp(max=activation.limit), others[0].clamp(-activation.limit, activation.limit)
         factor = torch.sigmoid((gate.to(torch.float32) * activation.alpha).to(dtype).to(torch.float32)).to(dtype)
         return (up + 1) * (gate * factor)
     wide = gate.to(torch.float32)
     if activation.kind == "silu":
         value = functional.silu(wide)
+    elif activation.kind == "relu_squared":
+        value = functional.relu(wide).square()
     else:
         value = functional.gelu(wide, approximate="tanh" if activation.kind == "gelu_tanh" else "none")
-    return value.to(dtype) * up
+    return value.to(dtype) * others[0] if others else value.to(dtype)
 
 
 def combine(rows: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
@@ -325,7 +332,7 @@ def layer(
         return quantize(values, name, experts.rule) if name else [values]
 
     hidden = multiply(activations(x), name, experts.gate_up, x.shape[1], x.dtype, segments, gather=True)
-    inner = gated(hidden[: int(segments.offsets[-1])], experts.gated)
+    inner = gated(hidden[: int(segments.offsets[-1])], experts.gated, experts.gate_up.shards)
     missing = hidden.shape[0] - inner.shape[0]
     parts = [
         functional.pad(part, (0, 0, 0, missing)) if part.shape[0] == inner.shape[0] else part
@@ -405,10 +412,13 @@ def check_layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer) -> None
             f"{x.shape[0]} tokens choose by integers ({x.shape[0]}, k) and as many weights, not by {ids.dtype} "
             f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         )
-    count, n = experts.gate_up.parts[0].shape[:2]
-    if experts.gate_up.shards != 2 or experts.down.shards != 1:
+    shards = experts.gate_up.shards
+    if shards not in (1, 2) or experts.down.shards != 1:
         raise ConversionError(
-            f"gate and up are 2 shards, and down is 1, not {experts.gate_up.shards} and {experts.down.shards}"
+            f"gate and up are 2 shards, up alone is 1, and down is 1, not {shards} and {experts.down.shards}"
         )
+    if shards == 1 and experts.gated.kind == "clamped":
+        raise ConversionError("the activation 'clamped' between experts needs a gate: 2 shards of gate and up")
+    count, n = experts.gate_up.parts[0].shape[:2]
     check_stack(experts.gate_up, count, n, h)
-    check_stack(experts.down, count, h, n // 2)
+    check_stack(experts.down, count, h, n // shards)

@@ -3,6 +3,7 @@
 API:
     Support(reason)                     true where a call is taken; else it says why not
     quantize, dequantize, product, chain, producer, grouped     (...) -> Support
+    between_refusal(format) -> str      why nothing between two products of experts is done by the first of them
     chain_refusal(format, ...) -> str   why no tile of a product can be quantized to a format
     why_not(capability=None) -> str     why none of these kernels runs on a GPU, "" if they do
     capability_of(device) -> int        90 for sm_90
@@ -176,6 +177,14 @@ def chain_refusal(format: Format, gated: bool = False, residual: bool = False, n
     if gated and n is not None and n % 2:
         return f"gate and up are halves of a product, which one of {n} columns does not have"
     return ""
+
+
+def between_refusal(format: str) -> str:
+    """Why the first product of experts cannot quantize what the second one reads to `format`; "" if it can.
+
+    An empty format, original precision, is what it can write too.
+    """
+    return chain_refusal(get_format(format)) if format else ""
 
 
 def producer(

@@ -1,4 +1,4 @@
-"""Layers of experts by the Triton kernels of `triton_routing` and `triton_grouped`: what `experts` does.
+"""Products of experts, and what is between two, by the Triton kernels of `triton_grouped`: what `experts` does.
 
 No function waits for the device: grids follow from shapes alone, so that a CUDA graph of a call serves all routings.
 """
@@ -14,7 +14,7 @@ from olq_fx import numerics
 from olq_fx.formats import get_format
 from olq_fx.kernels import experts, triton_grouped
 from olq_fx.kernels.blocking import Blocking
-from olq_fx.kernels.experts import Gated, Layer, Segments, Stack, check_layer
+from olq_fx.kernels.experts import Gated, Segments, Stack
 from olq_fx.kernels.triton_calls import Call, as_bytes, run
 from olq_fx.kernels.triton_product import (
     TENSOR_MEMORY,
@@ -24,14 +24,13 @@ from olq_fx.kernels.triton_product import (
     instruction_of,
     operand_of,
 )
-from olq_fx.kernels.triton_quantize import Tile, by_row, coarse_columns, constants_of, quantize_calls, tile_of
-from olq_fx.kernels.triton_sorting import combine_calls, route_calls, table_calls
+from olq_fx.kernels.triton_quantize import Tile, by_row, coarse_columns, constants_of, tile_of
+from olq_fx.kernels.triton_sorting import table_calls
 from olq_fx.kernels.tuned_tables import tuned
 
-_FLOAT8 = 89
 _PLAIN = Tile(8, 256)
 _NARROW = 64
-_NAMES = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
+NAMES = ("SIDE", "INNER", "INNER_K", "OUTER", "GROUP", "OUTER_K")
 
 
 def grouped_blocking_of(
@@ -125,7 +124,7 @@ def grouped_calls(
         blocking: in place of the tuned or the analytic choice, with `split_k` 1. Its `block_k` must divide groups of
             scales along K.
     """
-    a, b = operand_of(x, activation_format), _expert_operand(stack)
+    a, b = operand_of(x, activation_format), expert_operand(stack)
     m, n = out.shape
     instruction, shard = instruction_of(a, b, k, capability, fast_accum), _shard_of(stack, b)
     chosen = (
@@ -140,14 +139,20 @@ def grouped_calls(
     table, calls = table_calls(segments, m, chosen.block_m, tail)
     tiles = table.shape[1]
     tensors = (a.codes, a.inner_scale, a.outer_scale, b.codes, b.inner_scale, b.outer_scale)
-    strides = (a.codes.stride(0), *a.strides, *b.codes.stride()[:2], *_strides(b.inner_scale), *_strides(b.outer_scale))
+    strides = (
+        a.codes.stride(0),
+        *a.strides,
+        *b.codes.stride()[:2],
+        *strides_of_scale(b.inner_scale),
+        *strides_of_scale(b.outer_scale),
+    )
     args = (
         *(*tensors, None if stack.bias is None else stack.bias.contiguous(), weights, out, table, segments.order),
         *(tiles, x[0].shape[0], segments.experts, n, k, *strides),
     )
     constants = {
-        **{f"A_{name}": value for name, value in zip(_NAMES, a.constants, strict=True)},
-        **{f"B_{name}": value for name, value in zip(_NAMES, b.constants, strict=True)},
+        **{f"A_{name}": value for name, value in zip(NAMES, a.constants, strict=True)},
+        **{f"B_{name}": value for name, value in zip(NAMES, b.constants, strict=True)},
         "DOT": instruction.dot,
         "PARTS": instruction.parts,
         "PROMOTE": instruction.promote,
@@ -166,7 +171,7 @@ def grouped_calls(
     return [*calls, Call(kernel, grid, args, constants, chosen.num_warps, chosen.num_stages)]
 
 
-def _expert_operand(stack: Stack) -> Operand:
+def expert_operand(stack: Stack) -> Operand:
     """The weights of all experts as an operand whose tensors have an axis of experts in front."""
     codes, scale, *rest = map(as_bytes, stack.parts)
     of_one = operand_of([part[0] for part in stack.parts], stack.format)
@@ -196,30 +201,32 @@ def _of_shards(blocking: Blocking, shard: int) -> Blocking:
     return dataclasses.replace(blocking, block_m=block_m, block_n=_NARROW)
 
 
-def _strides(scale: Tensor | None) -> tuple[int, ...]:
+def strides_of_scale(scale: Tensor | None) -> tuple[int, ...]:
+    """Of scales of all experts: by expert, row and column."""
     return (0, 0, 0) if scale is None else scale.stride()
 
 
 def gated_parts(
-    hidden: Tensor, activation: Gated, segments: Segments, format: str, rule: str, native: bool = True
+    hidden: Tensor, activation: Gated, segments: Segments, format: str, rule: str, native: bool = True, shards: int = 2
 ) -> list[Tensor]:
     """`experts.gated` of the rows of all segments, then `reference.quantize` of these: the parts of (M, I).
 
     Args:
-        hidden: (M, 2 I) of bf16, fp16 or float32.
+        hidden: (M, shards x I) of bf16, fp16 or float32.
         activation: what is computed.
         segments: which rows there are; in the parts, those that belong to nobody are 0.
         format: of the result; "" for a list of one tensor of the dtype of `hidden`.
         rule: one of its scale rules.
         native: whether the GPU casts to float8 (compute capability 8.9 and later).
+        shards: 2, or 1 where there is no gate.
     """
-    parts = _parts(hidden.shape[0], hidden.shape[1] // 2, format, hidden, torch.zeros)
+    parts = empty_parts(hidden.shape[0], hidden.shape[1] // shards, format, hidden, torch.zeros)
     if hidden.numel():
-        run(gated_calls(hidden.contiguous(), activation, segments, parts, format, rule, native))
+        run(gated_calls(hidden.contiguous(), activation, segments, parts, format, rule, native, shards))
     return parts
 
 
-def _parts(rows: int, k: int, format: str, like: Tensor, allocate: Any) -> list[Tensor]:
+def empty_parts(rows: int, k: int, format: str, like: Tensor, allocate: Any) -> list[Tensor]:
     """What a tensor (rows, k) is quantized into; of one tensor like `like` where `format` is empty."""
     if not format:
         return [allocate((rows, k), dtype=like.dtype, device=like.device)]
@@ -235,12 +242,13 @@ def gated_calls(
     format: str,
     rule: str,
     native: bool,
+    shards: int = 2,
 ) -> list[Call]:
-    """The kernels that fill `parts` from `hidden` (M, 2 I), contiguous; rows that belong to nobody are not written."""
-    rows, k = hidden.shape[0], hidden.shape[1] // 2
+    """The kernels that fill `parts` from `hidden` (M, shards x I), contiguous; those of nobody's rows do not."""
+    rows, k = hidden.shape[0], hidden.shape[1] // shards
     found = get_format(format) if format else None
     tile = tile_of(found) if found else _PLAIN
-    common: dict[str, Any] = {"KIND": activation.kind}
+    common: dict[str, Any] = {"KIND": activation.kind, "GATED": shards == 2}
     sizes = (segments.experts, k, activation.alpha, activation.limit)
     if found is None:
         return [_tiles_call("values", hidden, (parts[0], None, None, None, None), segments, sizes, tile, common)]
@@ -275,54 +283,3 @@ def _tiles_call(
     args = (hidden, *targets, segments.offsets, hidden.stride(0), *strides, *sizes)
     grid = tile.grid(hidden.shape[0], sizes[1])
     return Call(triton_grouped.gated_tiles, grid, args, {**unused, **constants, **blocks}, tile.num_warps)
-
-
-def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer, capability: int) -> Tensor:
-    """`experts.layer`: tokens (T, H) in bf16, fp16 or float32 through the experts `ids` (T, k), times `weights`.
-
-    Args:
-        x: (T, H).
-        ids: (T, k) integers.
-        weights: (T, k), taken as float32.
-        experts: the weights of the layer.
-        capability: of the GPU, 90 for sm_90.
-
-    Raises:
-        ConversionError: operands do not fit.
-    """
-    check_layer(x, ids, weights, experts)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.numel() == 0 or ids.numel() == 0:
-        return out.zero_()
-    run(layer_calls(x, ids.contiguous(), weights.to(torch.float32).contiguous(), experts, out, capability))
-    return out
-
-
-def layer_calls(x: Tensor, ids: Tensor, weights: Tensor, experts: Layer, out: Tensor, capability: int) -> list[Call]:
-    """The kernels that fill `out` (T, H); `ids` and `weights` (T, k) are contiguous, and none is empty."""
-    name, native, device = experts.activation_format, capability >= _FLOAT8, x.device
-    n, inner, m = experts.gate_up.parts[0].shape[1], experts.gate_up.parts[0].shape[1] // 2, ids.numel()
-    count, top_k = experts.gate_up.parts[0].shape[0], ids.shape[1]
-    order = torch.empty(m, dtype=torch.int32, device=device)
-    segments = Segments(torch.empty(count + 1, dtype=torch.int32, device=device), order, top_k)
-    hidden = torch.empty((m, n), dtype=x.dtype, device=device)
-    read = _parts(x.shape[0], x.shape[1], name, x, torch.empty) if name else [x if x.stride(1) == 1 else x.contiguous()]
-    between = _parts(m, inner, name, hidden, torch.empty)
-    # A token with one choice has one product: its weight is applied where that is written.
-    single = top_k == 1
-    rows = out if single else torch.empty((m, out.shape[1]), dtype=x.dtype, device=device)
-    calls = route_calls(ids, segments)
-    if name:
-        calls += quantize_calls(x, read, get_format(name), experts.rule, native)
-    calls += grouped_calls(
-        read, name, experts.gate_up, x.shape[1], hidden, segments, gather=True, tail=False, capability=capability
-    )
-    calls += gated_calls(hidden, experts.gated, segments, between, name, experts.rule, native)
-    calls += grouped_calls(
-        *(between, name, experts.down, inner, rows, segments),
-        scatter=True,
-        weights=weights if single else None,
-        tail=single,
-        capability=capability,
-    )
-    return calls if single else [*calls, *combine_calls(rows, ids, weights, count, out)]

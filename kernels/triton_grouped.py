@@ -1,7 +1,8 @@
 """Triton kernels of experts: products of ragged segments of rows, and the activation between two of them.
 
 - `grouped_product`: the dense product of `triton_matmul` with a weight of its own for each tile of rows.
-- `gated_tiles`, `gated_rows`: act(gate) x up of the first product, quantized at once for the second.
+- `gated_tiles`, `gated_rows`: act(gate) x up of the first product, or act(up), quantized at once for the second: where
+  `triton_grouped_chain` cannot do it in the first.
 
 Rows from `offsets[E]` on belong to nobody: nothing reads them.
 """
@@ -9,7 +10,7 @@ Rows from `offsets[E]` on belong to nobody: nothing reads them.
 import triton
 import triton.language as tl
 
-from olq_fx.kernels.device_producers import activated
+from olq_fx.kernels.device_experts import gated_value, rows_of, store_rows, ungated_value
 from olq_fx.kernels.triton_encode import (
     load_tile,
     raise_statistic,
@@ -54,7 +55,7 @@ def grouped_product(
             b_inner += ours * b_inner_expert
         if b_outer is not None:
             b_outer += ours * b_outer_expert
-        positions, inside, pairs = _rows_of(table, order, tiles, tile, BLOCK_M)
+        positions, inside, pairs = rows_of(table, order, tiles, tile, BLOCK_M)
         # What is masked by its row index, as the rows beyond a dense operand are.
         rows = tl.where(inside, pairs // GATHER if GATHER > 0 else positions, R)
         acc = sum_over(
@@ -70,64 +71,32 @@ def grouped_product(
         if bias is not None:
             value += tl.load(bias + ours * N + n, mask=n < N, other=0.0).to(tl.float32)
         if weights is not None:
-            positions, inside, pairs = _rows_of(table, order, tiles, tile, BLOCK_M)
+            positions, inside, pairs = rows_of(table, order, tiles, tile, BLOCK_M)
             weight = tl.load(weights + pairs, mask=inside, other=0.0)
             value = value.to(out.dtype.element_ty).to(tl.float32) * (weight[None, :] if SWAP else weight[:, None])
     # Read again: where they are held over the loop, registers go to local memory.
-    positions, inside, pairs = _rows_of(table, order, tiles, tile, BLOCK_M)
-    _store(out, value, pairs if SCATTER else positions, inside, columns, N, SWAP)
+    positions, inside, pairs = rows_of(table, order, tiles, tile, BLOCK_M)
+    store_rows(out, value, pairs if SCATTER else positions, inside, columns, N, SWAP)
 
 
 @triton.jit
-def _rows_of(table, order, tiles, tile, BLOCK_M: tl.constexpr):
-    """The positions (BLOCK_M,) of a tile, whether they are within its segment, and their pairs."""
-    positions = tl.load(table + tiles + tile) + tl.arange(0, BLOCK_M)
-    inside = positions < tl.load(table + 2 * tiles + tile)
-    if order is None:
-        return positions, inside, positions
-    else:
-        return positions, inside, tl.load(order + positions, mask=inside, other=0).to(tl.int32)
-
-
-@triton.jit
-def _store(out, value, rows, inside, columns, N, SWAP: tl.constexpr):
-    """Write a tile, or its transpose, to rows (M, N) of `out`."""
-    m, n = (rows[None, :], columns[:, None]) if SWAP else (rows[:, None], columns[None, :])
-    mask = (inside[None, :] if SWAP else inside[:, None]) & (n < N)
-    tl.store(out + m.to(tl.int64) * N + n, value.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _gated_tile(
-    hidden, row_stride, rows, first, R, K, alpha, limit, KIND: tl.constexpr, BLOCK_K: tl.constexpr
+def _between_tile(
+    hidden, row_stride, rows, first, R, K, alpha, limit, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """The tile of act(gate) x up at (rows, first), from (R, 2 K); 0 outside, which every KIND has at 0."""
+    """The tile at (rows, first) of act(gate) x up, from (R, 2 K), or of act(up), from (R, K); 0 outside."""
     columns = first + tl.arange(0, BLOCK_K)
-    gate = load_tile(hidden, row_stride, 1, rows, columns, R, K)
-    up = load_tile(hidden + K, row_stride, 1, rows, columns, R, K)
-    DTYPE: tl.constexpr = hidden.dtype.element_ty
-    if KIND == "clamped":
-        bound = _rounded(tl.zeros(gate.shape, dtype=tl.float32) + limit, DTYPE)
-        # Comparisons keep NaN, which a minimum drops.
-        gate = tl.where(gate > bound, bound, gate)
-        up = tl.where(up > bound, bound, tl.where(up < -bound, -bound, up))
-        sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-_rounded(gate * alpha, DTYPE)))
-        value = _rounded(gate * _rounded(sigmoid, DTYPE), DTYPE)
-        up = _rounded(up + 1.0, DTYPE)
+    left = load_tile(hidden, row_stride, 1, rows, columns, R, K)
+    if GATED:
+        up = load_tile(hidden + K, row_stride, 1, rows, columns, R, K)
+        return gated_value(left, up, alpha, limit, KIND, hidden.dtype.element_ty)
     else:
-        value = _rounded(activated(gate, KIND), DTYPE)
-    return _rounded(value * up, DTYPE)
-
-
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    return x.to(DTYPE).to(tl.float32)
+        return ungated_value(left, KIND, hidden.dtype.element_ty)
 
 
 @triton.jit
 def gated_tiles(
     hidden, values, codes, scale, coarse, statistic, offsets, row_stride, scale_row_stride, scale_column_stride, E, K,
-    alpha, limit, KIND: tl.constexpr, SINK: tl.constexpr, ELEMENT: tl.constexpr,
+    alpha, limit, KIND: tl.constexpr, GATED: tl.constexpr, SINK: tl.constexpr, ELEMENT: tl.constexpr,
     SCALE: tl.constexpr, RULE: tl.constexpr, GROUP_K: tl.constexpr, COARSE: tl.constexpr, LOG: tl.constexpr,
     NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -141,11 +110,11 @@ def gated_tiles(
         return
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_K
-    tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, BLOCK_K)
+    tile = _between_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, GATED, BLOCK_K)
     if SINK == "amax":
         raise_statistic(tile, statistic, False)
     elif SINK == "values":
-        _store(values, tile, rows, rows < R, first + tl.arange(0, BLOCK_K), K, False)
+        store_rows(values, tile, rows, rows < R, first + tl.arange(0, BLOCK_K), K, False)
     else:
         write_tile(
             tile, codes, scale, coarse, statistic, rows, first, scale_row_stride, scale_column_stride, R, K, ELEMENT,
@@ -156,7 +125,7 @@ def gated_tiles(
 @triton.jit
 def gated_rows(
     hidden, codes, scale, coarse, offsets, row_stride, scale_row_stride, scale_column_stride, E, K, alpha, limit,
-    KIND: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr,
     GROUP_K: tl.constexpr, LOG: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Whole rows of the activation, quantized with a statistic of the row; computed twice where they are longer."""
@@ -166,11 +135,11 @@ def gated_rows(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     bits = tl.zeros((BLOCK_M,), dtype=tl.int32)
     for first in range(0, K, BLOCK_K):
-        tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, BLOCK_K)
+        tile = _between_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, GATED, BLOCK_K)
         bits = tl.maximum(bits, row_bits(tile, SCALE))
     of_row = write_row_scale(bits, scale, coarse, rows, scale_row_stride, R, ELEMENT, SCALE, RULE)
     for first in range(0, K, BLOCK_K):
-        tile = _gated_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, BLOCK_K)
+        tile = _between_tile(hidden, row_stride, rows, first, R, K, alpha, limit, KIND, GATED, BLOCK_K)
         write_row_tile(
             tile, of_row, codes, scale, rows, first, scale_row_stride, scale_column_stride, R, K, ELEMENT, SCALE,
             GROUP_K, LOG, NATIVE,

@@ -329,7 +329,7 @@ def test_operands_that_do_not_fit():
     with pytest.raises(ConversionError, match=r"parts \(E, N, \.\.\.\), not \[\(48, 40\), \(48, 2\)\]"):
         OPS.grouped_linear(x, torch.tensor([1, 2, 4]), [part[0] for part in arguments[0]], *arguments[1:])
     given_, _ = layer_arguments("int8")
-    with pytest.raises(ConversionError, match="gate and up are 2 shards, and down is 1, not 3 and 1"):
+    with pytest.raises(ConversionError, match="gate and up are 2 shards, up alone is 1, and down is 1, not 3 and 1"):
         OPS.experts(*given_[:6], 3, *given_[7:])
     with pytest.raises(ConversionError, match="there is no activation 'swish' between experts; there are silu, gelu"):
         OPS.experts(*given_[:12], "swish", *given_[13:])

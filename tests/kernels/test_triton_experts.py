@@ -1,17 +1,29 @@
 """Layers of experts by Triton kernels: the activation between the products, and the whole."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from expert_samples import meta, meta_rows, meta_stack, segments_of, stack_of
+from expert_samples import INSTRUCTIONS, meta, meta_rows, meta_stack, segments_of, stack_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from olq_fx.errors import ConversionError
+from olq_fx.errors import ConversionError, UnsupportedError
 from olq_fx.formats import FORMATS, get_format
-from olq_fx.kernels import experts, reference, triton_experts, triton_quantize, triton_sorting
-from olq_fx.kernels.experts import Gated, Layer, Stack
+from olq_fx.kernels import (
+    experts,
+    reference,
+    support,
+    triton_expert_layer,
+    triton_experts,
+    triton_quantize,
+    triton_sorting,
+)
+from olq_fx.kernels.blocking import Blocking
+from olq_fx.kernels.experts import Gated, Layer, Segments, Stack
+from olq_fx.kernels.triton_calls import run
+from olq_fx.kernels.triton_expert_chain import expert_chain_calls
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import (
     FLOAT_DTYPES,
@@ -23,15 +35,14 @@ from olq_fx.testing import (
 )
 
 ACTIVATIONS = [(name, rule) for name, found in FORMATS.items() if found.activation for rule in found.rules]
-KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
+KINDS = experts.KINDS
 # One in the default run; the others, and the golden table of all kernels, with the slow tests.
 CAPABILITIES = (90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100, 120)))
 
 
-def close_to_rounding(hidden):
+def close_to_rounding(hidden, shards=2):
     """Equal, but where `exp` and `erf` of two libraries round to neighbours: a step of the dtype for each rounding."""
-    gate, up = hidden.chunk(2, 1)
-    size = gate.double().abs() * up.double().abs()
+    size = torch.stack([each.double().abs() for each in hidden.chunk(shards, 1)]).prod(0)
 
     def compare(actual, expected):
         wanted = expected.double()
@@ -45,13 +56,13 @@ def close_to_rounding(hidden):
     return compare
 
 
-def plain(hidden, activation, lengths):
-    return triton_experts.gated_parts(hidden, activation, segments_of(lengths), "", "")[0]
+def plain(hidden, activation, lengths, shards):
+    return triton_experts.gated_parts(hidden, activation, segments_of(lengths), "", "", shards=shards)[0]
 
 
-def expected_plain(hidden, activation, lengths):
+def expected_plain(hidden, activation, lengths, shards):
     mine = torch.arange(len(hidden)) < sum(lengths)
-    return torch.where(mine[:, None], experts.gated(hidden, activation), 0.0).to(hidden.dtype)
+    return torch.where(mine[:, None], experts.gated(hidden, activation, shards), 0.0).to(hidden.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,10 +72,11 @@ def test_the_activation_is_rounded_where_eager_rounds(interpreter, kind, dtype):
     hidden[2, :7], hidden[3, 5] = 0.0, torch.nan
     if kind != "gelu":  # of Inf in bf16 or fp16, PyTorch's for a CPU makes NaN
         hidden[4, 9] = torch.inf
-    args = (hidden, Gated(kind), [3, 0, 10, 4])
-    compare = close_to_rounding(hidden)
-    y = assert_kernel_values(interpreter, plain, expected_plain, *args, compare=compare)
-    assert (y[17:] == 0).all()
+    for shards in (1, 2) if kind != "clamped" else (2,):
+        args = (hidden, Gated(kind), [3, 0, 10, 4], shards)
+        compare = close_to_rounding(hidden, shards)
+        y = assert_kernel_values(interpreter, plain, expected_plain, *args, compare=compare)
+        assert (y[17:] == 0).all()
 
 
 def test_the_reference_is_what_models_compute():
@@ -72,6 +84,7 @@ def test_the_reference_is_what_models_compute():
     gate, up = hidden.chunk(2, 1)
     assert_same_bits(experts.gated(hidden, Gated("silu")), torch.nn.functional.silu(gate) * up)
     assert_same_bits(experts.gated(hidden, Gated("gelu")), torch.nn.functional.gelu(gate) * up)
+    assert_same_bits(experts.gated(hidden, Gated("relu_squared"), 1), torch.nn.functional.relu(hidden).square())
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
     assert_same_bits(experts.gated(hidden, Gated("clamped")), expected)
@@ -113,14 +126,14 @@ def test_rows_longer_than_a_tile(interpreter, format):
     assert_same_bits(fused, apart, any_nan=True)
 
 
-def layer_of(scheme, count, h, inner, gated=None, bias=False):
+def layer_of(scheme, count, h, inner, gated=None, bias=False, shards=2):
     slot = SCHEMES[scheme].moe
     gated = gated or Gated("silu")
-    w, v = torch.randn(count, 2 * inner, h) / h**0.5, torch.randn(count, h, inner) / inner**0.5
-    biases = (torch.randn(count, 2 * inner), torch.randn(count, h)) if bias else (None, None)
+    w, v = torch.randn(count, shards * inner, h) / h**0.5, torch.randn(count, h, inner) / inner**0.5
+    biases = (torch.randn(count, shards * inner), torch.randn(count, h)) if bias else (None, None)
     activation = slot.activation or ""
     return Layer(
-        stack_of(w, slot.weight, biases[0], shards=2),
+        stack_of(w, slot.weight, biases[0], shards),
         stack_of(v, slot.weight, biases[1]),
         gated,
         activation,
@@ -140,16 +153,17 @@ def check_layer(interpreter, layer, tokens, top_k, beyond=1, dtype=torch.bfloat1
 
 
 def together_and_apart(x, ids, weights, layer):
-    y = triton_experts.layer(x, ids, weights, layer, 90)
-    again = triton_experts.layer(x, ids, weights, layer, 90)
+    y = triton_expert_layer.layer(x, ids, weights, layer, 90)
+    again = triton_expert_layer.layer(x, ids, weights, layer, 90)
     assert_same_bits(y, again)
     count, name = layer.gate_up.parts[0].shape[0], layer.activation_format
     segments = triton_sorting.route(ids, count)
     parts = triton_quantize.quantize(x, name, layer.rule) if name else [x]
     args = (layer.gate_up, x.shape[1], x.dtype, segments)
     hidden = triton_experts.grouped_linear(parts, name, *args, gather=True, capability=90)
-    between = triton_experts.gated_parts(hidden, layer.gated, segments, name, layer.rule)
-    args = (layer.down, hidden.shape[1] // 2, x.dtype, segments)
+    shards = layer.gate_up.shards
+    between = triton_experts.gated_parts(hidden, layer.gated, segments, name, layer.rule, shards=shards)
+    args = (layer.down, layer.inner, x.dtype, segments)
     rows = triton_experts.grouped_linear(between, name, *args, scatter=True, capability=90)
     return y, triton_sorting.combine(rows, ids, weights, count)
 
@@ -165,7 +179,7 @@ def test_every_number_of_choices_an_expert_chosen_twice_and_none_of_ours(interpr
     layer = layer_of(scheme, 4, 96, 40, Gated("clamped"))
     check_layer(interpreter, layer, tokens=9, top_k=top_k, beyond=3)
     x, ids, weights = torch.randn(6, 96), torch.full((6, top_k), 4), torch.rand(6, top_k)
-    assert (interpreter.call(triton_experts.layer, x, ids, weights, layer, 90) == 0).all()
+    assert (interpreter.call(triton_expert_layer.layer, x, ids, weights, layer, 90) == 0).all()
 
 
 @pytest.mark.parametrize("scheme", ["fp8_per_tensor", "nvfp4_weight_only", "fp8_per_block"])
@@ -176,20 +190,99 @@ def test_shards_with_scales_of_their_own(interpreter, scheme):
     check_layer(interpreter, layer, tokens=12, top_k=2)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "mxfp8", "nvfp4_per_token", "int8_per_channel_weight_only"])
+def test_experts_without_a_gate(interpreter, scheme):
+    for kind in ("relu_squared", "silu"):
+        layer = layer_of(scheme, 3, 96, 40, Gated(kind), bias=True, shards=1)
+        check_layer(interpreter, layer, tokens=12, top_k=2)
+
+
+def routed(kind):
+    """40 rows of 20 tokens in segments of 4 experts, some of them of nobody."""
+    ids = {"any": torch.randint(-1, 5, (20, 2)), "one": torch.full((20, 2), 2), "none": torch.full((20, 2), 4)}[kind]
+    return experts.route(ids, 4)
+
+
+CUTS = [Blocking(16, 128, 32, swap=True), Blocking(32, 128, 32), Blocking(64, 256, 32, swap=True, group=1)]
+
+
+def chained(x, activation, stack, gated, output, rule, dtype, segments, blocking):
+    """What one kernel makes, and what the pair makes, cut alike; rows of nobody hold what was there before."""
+    k, m, inner = x.shape[1], segments.order.shape[0], stack.parts[0].shape[1] // stack.shards
+    read = triton_quantize.quantize(x, activation, get_format(activation).activation_rule) if activation else [x]
+    like = torch.empty(0, dtype=dtype)
+    one, other = (triton_experts.empty_parts(m, inner, output, like, poisoned) for _ in range(2))
+    given = (gated, one, output, rule, like, segments)
+    run(expert_chain_calls(read, activation, stack, k, *given, capability=90, blocking=blocking))
+    hidden = torch.empty(m, stack.parts[0].shape[1], dtype=dtype)
+    given = (read, activation, stack, k, hidden, segments)
+    run(triton_experts.grouped_calls(*given, gather=True, tail=False, capability=90, blocking=blocking))
+    run(triton_experts.gated_calls(hidden, gated, segments, other, output, rule, True, stack.shards))
+    return one, other
+
+
+def poisoned(shape, dtype, device):
+    """Memory that holds what nobody writes."""
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return torch.full(shape, -123.0, dtype=dtype, device=device)
+    return torch.full(shape, 0x5A, dtype=torch.uint8, device=device).view(dtype)
+
+
+@pytest.mark.parametrize("routing", ["any", "one", "none"])
+@pytest.mark.parametrize("output", ["", "fp8_per_block_dynamic", "fp8_per_block_dynamic_1x32", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("operands", [("fp8_per_block_dynamic", "fp8_per_block_static"), ("", "nvfp4")], ids=str)
+def test_one_kernel_has_the_bits_of_the_product_and_the_activation(interpreter, operands, output, routing):
+    rules = get_format(output).rules if output else ("",)
+    for number, cut in enumerate(CUTS):
+        kind, shards = KINDS[(number + len(output)) % len(KINDS)], 2 - (number == 1)
+        kind = "relu_squared" if shards == 1 else kind
+        stack = stack_of(torch.randn(4, shards * 150, 96), operands[1], torch.randn(4, shards * 150), shards)
+        dtype = FLOAT_DTYPES[number]
+        x = torch.randn(20, 96).to(dtype)
+        x[3, 5] = torch.nan
+        args = (x, operands[0], stack, Gated(kind), output, rules[number % len(rules)], dtype, routed(routing), cut)
+        one, other = interpreter.call(chained, *args)
+        assert_same_bits(one, other, any_nan=True)
+
+
+@pytest.mark.parametrize("activation", [name for name, found in FORMATS.items() if found.activation])
+def test_what_the_first_product_cannot_quantize_has_a_kernel_of_its_own_and_a_reason(activation):
+    names = [call.kernel.__name__ for call in layer_calls_of(activation)]
+    reason = support.between_refusal(activation)
+    assert ("grouped_chain" in names) == (not reason)
+    assert any(name.startswith("gated_") for name in names) == bool(reason)
+    if reason:
+        assert reason == f"{activation} has a statistic of more than a piece of a row, which no tile of a product holds"
+        given = (None, "", None, 0, None, None, activation, "", None, None)
+        with pytest.raises(UnsupportedError, match="no kernel fuses the activation between experts"):
+            expert_chain_calls(*given, capability=90)
+
+
+def layer_calls_of(activation):
+    slot = Layer(meta_stack(8, 512, 256, "mxfp8", shards=2), meta_stack(8, 256, 256, "mxfp8"), Gated("silu"))
+    rule = get_format(activation).activation_rule
+    layer = dataclasses.replace(slot, activation_format=activation, rule=rule)
+    given = (meta((16, 256)), meta((16, 2), torch.int64), meta((16, 2), torch.float32))
+    return triton_expert_layer.layer_calls(*given, layer, meta((16, 256)), 90)
+
+
 @pytest.mark.slow
 def test_many_tokens_and_none(interpreter):
     layer = layer_of("fp8_per_channel", 3, 96, 40)
     check_layer(interpreter, layer, tokens=300, top_k=2, dtype=torch.float16)
     for tokens, top_k in ((0, 2), (4, 0)):
         args = (torch.randn(tokens, 96), torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(tokens, top_k))
-        assert torch.equal(interpreter.call(triton_experts.layer, *args, layer, 90), torch.zeros(tokens, 96))
+        assert torch.equal(interpreter.call(triton_expert_layer.layer, *args, layer, 90), torch.zeros(tokens, 96))
 
 
 def test_weights_of_tokens_in_their_dtype(interpreter):
     layer, ids = layer_of("fp8_per_channel", 3, 96, 40), torch.randint(0, 3, (8, 2))
     x, weights = torch.randn(8, 96).bfloat16(), torch.rand(8, 2).bfloat16()
-    args = [interpreter.call(triton_experts.layer, x, ids, each, layer, 90) for each in (weights, weights.float())]
+    args = [interpreter.call(triton_expert_layer.layer, x, ids, each, layer, 90) for each in (weights, weights.float())]
     assert_same_bits(*args)
+
+
+WITHOUT_GATE = stack_of(torch.randn(3, 40, 96), "fp8_per_channel_static")
 
 
 @pytest.mark.parametrize(
@@ -197,6 +290,8 @@ def test_weights_of_tokens_in_their_dtype(interpreter):
     [
         ({"ids": torch.zeros(8, 2)}, "choose by integers"),
         ({"ids": torch.zeros(8, 3, dtype=torch.int64)}, "8 tokens choose"),
+        ({"gated": Gated("clamped"), "gate_up": WITHOUT_GATE}, "'clamped' between experts needs a gate"),
+        ({"gate_up": dataclasses.replace(WITHOUT_GATE, shards=4)}, "gate and up are 2 shards, up alone is 1"),
         ({"x": torch.randn(8, 64)}, r"weights \(80, 64\) of 3 experts"),
         ({"down": stack_of(torch.randn(2, 96, 40), "fp8_per_channel_static")}, r"weights \(96, 40\) of 3 experts"),
         ({"down": Stack([torch.zeros(3, 96, 40).to(torch.int8)], "int8_per_channel_static")}, "given: nothing"),
@@ -205,19 +300,21 @@ def test_weights_of_tokens_in_their_dtype(interpreter):
 )
 def test_operands_that_do_not_fit_are_refused_by_name(change, message):
     layer = layer_of("fp8_per_channel", 3, 96, 40)
-    layer = dataclasses.replace(layer, down=change.get("down", layer.down))
+    layer = dataclasses.replace(
+        layer, **{name: change[name] for name in ("down", "gate_up", "gated") if name in change}
+    )
     x, ids = change.get("x", torch.randn(8, 96)), change.get("ids", torch.zeros(8, 2, dtype=torch.int64))
     with pytest.raises(ConversionError, match=message):
         experts.layer(x, ids, torch.rand(8, 2), layer)
     with pytest.raises(ConversionError, match=message):
-        triton_experts.layer(x, ids, torch.rand(8, 2), layer, 90)
+        triton_expert_layer.layer(x, ids, torch.rand(8, 2), layer, 90)
 
 
 def test_a_token_with_nan_is_nan_and_no_other_one(interpreter):
     layer = layer_of("mxfp8", 4, 96, 64)
     x, ids, weights = torch.randn(10, 96).bfloat16(), torch.arange(20).reshape(10, 2) % 4, torch.rand(10, 2)
     x[3, 7] = torch.nan
-    y = interpreter.call(triton_experts.layer, x, ids, weights, layer, 90)
+    y = interpreter.call(triton_expert_layer.layer, x, ids, weights, layer, 90)
     assert y[3].isnan().all()
     assert y.isfinite().all(1).sum() == 9
 
@@ -252,23 +349,23 @@ def meta_layer(scheme, count=64, h=4096, inner=1536):
 def meta_calls(scheme, tokens, top_k, capability):
     layer, weights = meta_layer(scheme), meta((tokens, top_k), torch.float32)
     x, ids = meta((tokens, 4096)), meta((tokens, top_k), torch.int64)
-    return triton_experts.layer_calls(x, ids, weights, layer, meta((tokens, 4096)), capability)
+    return triton_expert_layer.layer_calls(x, ids, weights, layer, meta((tokens, 4096)), capability)
 
 
 def test_launches_follow_from_shapes_alone_and_are_few():
     """On tensors without values: nothing can wait for the device."""
     names = [call.kernel.__name__ for call in meta_calls("fp8_per_block", 8, 8, 90)]
-    product = ["tile_table", "grouped_product"]
-    assert names == ["place_pairs", "quantize_tiles", *product, "gated_tiles", *product, "combine"]
+    products = ["tile_table", "grouped_chain", "tile_table", "grouped_product"]
+    assert names == ["place_pairs", "quantize_tiles", *products, "combine"]
     names = [call.kernel.__name__ for call in meta_calls("mxfp4_weight_only", 4096, 1, 90)]
-    assert names == ["count_experts", "sum_counts", "place_pairs", *product, "gated_tiles", *product]
+    assert names == ["count_experts", "sum_counts", "place_pairs", *products]
 
 
 def test_few_tokens_read_no_more_weights_than_they_chose():
     """No tile stands for an expert without rows."""
     for tokens, tiles in ((1, 8), (8, 64), (64, 64 + 28)):
-        calls = [call for call in meta_calls("fp8_per_block", tokens, 8, 90) if "product" in call.kernel.__name__]
-        assert [call.grid[0] for call in calls] == [tiles * 3072 // 128, tiles * 4096 // 128]
+        calls = [call for call in meta_calls("fp8_per_block", tokens, 8, 90) if "grouped" in call.kernel.__name__]
+        assert [call.grid[0] for call in calls] == [tiles * 1536 // 128, tiles * 4096 // 128]
 
 
 PAIRS = [("silu", *each) for each in [*ACTIVATIONS, ("", "")]]
@@ -283,3 +380,33 @@ def test_the_code_of_the_activation_stays_in_registers(kind, format, rule, capab
     for call in triton_experts.gated_calls(hidden, Gated(kind), segments_of([1]), parts, format, rule, native):
         [code] = assert_kernel_code(call.kernel, call.args, call.constants, {capability: ""}, **call.options)
         assert "div.full" not in code.ptx, "a division that is not rounded correctly"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "scheme", [name for name in SCHEMES if not support.between_refusal(SCHEMES[name].moe.activation or "")]
+)
+def test_the_code_of_the_first_product_stays_in_registers(scheme, capability):
+    slot = SCHEMES[scheme].moe
+    gated = [
+        ("silu", 2, 1536, torch.bfloat16),
+        ("clamped", 2, 2880, torch.bfloat16),
+        ("relu_squared", 1, 1536, torch.bfloat16),
+    ]
+    if not slot.activation:
+        gated += [("silu", 2, 1536, torch.float16), ("silu", 2, 1536, torch.float32)]
+    for (kind, shards, inner, dtype), tokens in itertools.product(gated, (8, 512, 8192)):
+        stack = meta_stack(64, shards * inner, 4096, slot.weight, bias=kind == "clamped", shards=shards)
+        call = first_call(slot.activation or "", stack, Gated(kind), tokens, dtype, capability)
+        wanted = INSTRUCTIONS[call.constants["DOT"], capability]
+        assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
+
+
+def first_call(activation, stack, gated, tokens, dtype, capability):
+    m, inner, k = 8 * tokens, stack.parts[0].shape[1] // stack.shards, 4096
+    segments = Segments(meta((65,), torch.int32), meta((m,), torch.int32), 8)
+    x = meta_rows(activation, tokens, k) if activation else [meta((tokens, k), dtype)]
+    parts = meta_rows(activation, m, inner) if activation else [meta((m, inner), dtype)]
+    rule = get_format(activation).activation_rule if activation else ""
+    given = (gated, parts, activation, rule, meta((1,), dtype), segments)
+    return expert_chain_calls(x, activation, stack, k, *given, capability=capability)[-1]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from expert_samples import meta, meta_rows, meta_stack, quantized, segments_of, stack_of
+from expert_samples import INSTRUCTIONS, meta, meta_rows, meta_stack, quantized, segments_of, stack_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -234,26 +234,6 @@ def test_operands_that_do_not_fit_are_refused_by_name(change, message):
         more = {} if function is experts.grouped_linear else {"capability": 90}
         with pytest.raises(ConversionError, match=message):
             function(*args, segments, **options, **more)
-
-
-INSTRUCTIONS = {
-    ("fp8", 89): r"^mma\.sync.*e4m3",
-    ("fp8", 90): r"^wgmma.*e4m3\.e4m3",
-    ("fp8", 100): r"^tcgen05.*f8f6f4",
-    ("fp8", 120): r"^mma\.sync.*e4m3",
-    ("int8", 80): r"^mma\.sync.*s8",
-    ("int8", 89): r"^mma\.sync.*s8",
-    ("int8", 90): r"^wgmma.*s8",
-    ("int8", 100): r"^mma\.sync.*s8",
-    ("int8", 120): r"^mma\.sync.*s8",
-    ("scaled", 100): r"^tcgen05.*block_scale",
-    ("scaled", 120): r"^mma\.sync.*block_scale",
-    ("bf16", 80): r"^mma\.sync.*bf16",
-    ("bf16", 89): r"^mma\.sync.*bf16",
-    ("bf16", 90): r"^wgmma.*bf16",
-    ("bf16", 100): r"^tcgen05.*f16",
-    ("bf16", 120): r"^mma\.sync.*bf16",
-}
 
 
 # The representatives of the catalogue are compiled for each of them in any case.

@@ -8,6 +8,26 @@ from olq_fx import numerics
 from olq_fx.formats import get_format
 from olq_fx.kernels.experts import Segments, Stack, part_specs_of_stack
 
+INSTRUCTIONS = {
+    ("fp8", 89): r"^mma\.sync.*e4m3",
+    ("fp8", 90): r"^wgmma.*e4m3\.e4m3",
+    ("fp8", 100): r"^tcgen05.*f8f6f4",
+    ("fp8", 120): r"^mma\.sync.*e4m3",
+    ("int8", 80): r"^mma\.sync.*s8",
+    ("int8", 89): r"^mma\.sync.*s8",
+    ("int8", 90): r"^wgmma.*s8",
+    ("int8", 100): r"^mma\.sync.*s8",
+    ("int8", 120): r"^mma\.sync.*s8",
+    ("scaled", 100): r"^tcgen05.*block_scale",
+    ("scaled", 120): r"^mma\.sync.*block_scale",
+    ("bf16", 80): r"^mma\.sync.*bf16",
+    ("bf16", 89): r"^mma\.sync.*bf16",
+    ("bf16", 90): r"^wgmma.*bf16",
+    ("bf16", 100): r"^tcgen05.*f16",
+    ("bf16", 120): r"^mma\.sync.*bf16",
+}
+"""By what enters it and the compute capability: the matrix instruction that is meant."""
+
 
 def quantized(x, format):
     """The parts of an activation; a list of one tensor where there is no format."""
