@@ -24,6 +24,7 @@ CODE_DTYPE: MappingProxyType[Element, torch.dtype] = MappingProxyType(
 """The dtype in which codes are stored; a uint8 holds two e2m1 codes."""
 
 _E2M1_SIGN = 8
+_E2M1_LARGEST = 7
 
 
 def encode(quotient: Tensor, element: Element) -> Tensor:
@@ -49,11 +50,13 @@ def encode_e2m1(quotient: Tensor) -> Tensor:
     Codes advance by one each step; steps are .5 below 2, 1 below 4 and 2 above. So rounding the number of steps to even
     is rounding the code to even, and the thresholds are .25 .75 1.25 1.75 2.5 3.5 5.
     """
-    size = quotient.abs().clamp(max=ELEMENT_MAX["e2m1"])
-    large = torch.where(size < 4.0, size.round() + 2.0, (size * 0.5).round() + 4.0)
-    code = torch.where(size < 2.0, (size * 2.0).round(), large)
+    size = quotient.abs()
+    # Each width of steps counts codes by a line; the least of the three is the right one, and stays it when rounded.
+    # Few reads of each value, because a compiler that does not store one computes it anew for each.
+    code = torch.minimum((size * 2.0).round(), size.round() + 2.0)
+    code = torch.minimum(code, (size * 0.5).round() + 4.0).clamp(max=_E2M1_LARGEST)
     # What rounds to zero, up to the first threshold, gets no sign.
-    return torch.where(quotient < -0.25, code + _E2M1_SIGN, code).to(torch.uint8)
+    return (code + torch.where(quotient < -0.25, float(_E2M1_SIGN), 0.0)).to(torch.uint8)
 
 
 def round_e2m1(quotient: Tensor) -> Tensor:
@@ -77,8 +80,8 @@ def pack(codes: Tensor) -> Tensor:
     """(R, K) 4-bit codes to (R, ceil(K/2)) bytes: element 2i in the low nibble; an odd K leaves a high nibble 0."""
     if codes.shape[-1] % 2:
         codes = functional.pad(codes, (0, 1))
-    low, high = rearrange(codes, "r (k two) -> two r k", two=2).unbind(0)
-    return low | (high << 4)
+    pairs = rearrange(codes, "r (k two) -> r k two", two=2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def unpack(packed: Tensor, k: int) -> Tensor:

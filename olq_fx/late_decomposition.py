@@ -22,14 +22,17 @@ from olq_fx import torch_private
 
 _VALUE = "val"
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.permute.default)
 
-_PARTS = (torch.ops.aten.permute.default, torch.ops.aten.select.int, torch.ops.aten.slice.Tensor)
+_PARTS = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor)
 
 Key = tuple[Any, ...]
 
 _LONG = 4
 """How many operations are too many to repeat them."""
+
+_SEVERAL = 3
+"""In how many places C++ is not to be generated anew of what leads up to a quantization."""
 
 
 class LateDecompositions:
@@ -133,23 +136,47 @@ def _readers(node: Node) -> set[Node]:
     for user in node.users:
         if user.target in _VIEWS or user.target in _PARTS:
             found |= {user} if user.target in _PARTS and _readers(user) else _readers(user)
-        elif user.op != "output":
-            found.add(user)
+        else:
+            found.add(user)  # the output too: there it is stored in any case
     return found
 
 
 def _store_once(node: Node, traced: Graph) -> None:
-    """For a GPU, let the operands of a call, and its results that go into other results, be computed into memory.
+    """Let the operands of a call, and for a GPU its results that go into other results, be computed into memory.
 
     Inductor repeats a computation in each of its uses, with all that it follows from, until it finds it long: then it
     stores whatever it has come to, which for a norm and a quantization is a float32 intermediate value. It emits fewer
     and shorter pieces of code if it stores the operand, in half the bytes. Results are stored in any case, and memory
-    that a single kernel uses is never allocated. (For a CPU Inductor emits one loop nest either way.)
+    that a single kernel uses is never allocated. (For a CPU Inductor emits one loop nest either way, but the C++ of
+    each use takes long to generate where there are several.)
     """
-    operands = map(_source, _tensor_nodes(node))
-    for each in (*filter(_is_pointwise, operands), *map(_source, traced.output_node().all_input_nodes)):
-        if each.op == "call_function" and each.meta[_VALUE].device.type != "cpu":
-            torch_private.store_when_lowered(each)
+    inputs = [each for each in traced.nodes if each.op == "placeholder"]
+    for each, inner in zip(_tensor_nodes(node), inputs, strict=True):
+        on_cpu = each.meta[_VALUE].device.type == "cpu"
+        if _is_pointwise(_source(each)) and not (on_cpu and _times_computed(inner) < _SEVERAL):
+            _store(_source(each))
+    for each in map(_source, traced.output_node().all_input_nodes):
+        if each.meta[_VALUE].device.type != "cpu":
+            _store(each)
+
+
+def _store(node: Node) -> None:
+    if node.op == "call_function":
+        torch_private.store_when_lowered(node)
+
+
+def _times_computed(node: Node) -> int:
+    """In how many places a value is computed unless it is stored: each use, or all uses of a use that is inlined."""
+    inlined = [user for user in node.users if _is_inlined(user)]
+    return len(node.users) - len(inlined) + sum(map(_times_computed, inlined))
+
+
+def _is_inlined(node: Node) -> bool:
+    return (
+        node.op == "call_function"
+        and not torch_private.is_stored(node)
+        and (_is_pointwise(node) or node.target in _VIEWS)
+    )
 
 
 def _is_pointwise(node: Node) -> bool:

@@ -101,15 +101,17 @@ def quantize(x: Tensor, format: Format, rule: str) -> Parts:
         parts = quantize(x.new_zeros(rows, 1), format, rule)
         return tuple(part[:, : spec.shape[1]] for part, spec in zip(parts, part_specs(format, rows, 0), strict=True))
     grouped = _split(x.to(torch.float32), format.group)
-    amax = _group_amax(grouped.abs(), format.group)
+    sizes = grouped.abs()
+    amax = _group_amax(sizes, format.group)
     if format.scale == "float32":
         divisor = _float32_scale(amax, format, rule)
         return _codes(grouped, divisor, format, rows, k), _to_grid(divisor)
     if format.coarse is None:
         return _quantize_mx(grouped, amax, format, rule, rows, k)
+    largest = _coarse_amax(_to_grid(_group_amax(_finite(sizes), format.group)), format)
     if format.scale == "e8m0":
-        return _quantize_dualscale(grouped, amax, format, rule, rows, k)
-    return _quantize_nvfp4(grouped, amax, format, rule, rows, k)
+        return _quantize_dualscale(grouped, amax, largest, format, rule, rows, k)
+    return _quantize_nvfp4(grouped, amax, largest, format, rule, rows, k)
 
 
 def dequantize(parts: Parts, format: Format, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -127,24 +129,24 @@ def dequantize(parts: Parts, format: Format, k: int, dtype: torch.dtype = torch.
 
 
 def _quantize_mx(grouped: Tensor, amax: Tensor, format: Format, rule: str, rows: int, k: int) -> Parts:
-    written = _e8m0(grouped, amax, format, rule)
-    codes = _codes(grouped, scales.power_of_two(written), format, rows, k)
-    return codes, _to_grid(written.to(torch.uint8))
+    written = _e8m0(grouped, amax, format, rule).to(torch.uint8)
+    return _codes(grouped, _power_of_two(written), format, rows, k), _to_grid(written)
 
 
-def _quantize_dualscale(grouped: Tensor, amax: Tensor, format: Format, rule: str, rows: int, k: int) -> Parts:
-    largest = _group_amax(_finite_sizes(grouped), format.group)
-    coarse = scales.float32_scale(_coarse_amax(_to_grid(largest), format), elements.ELEMENT_MAX[format.element])
+def _quantize_dualscale(
+    grouped: Tensor, amax: Tensor, largest: Tensor, format: Format, rule: str, rows: int, k: int
+) -> Parts:
+    coarse = scales.float32_scale(largest, elements.ELEMENT_MAX[format.element])
     unit = _from_grid(_spread(coarse, format, amax.shape[2]))
     # Division is monotonic, rounding included: the maximum of the quotients is the quotient of the maximum.
     scaled = grouped / unit
-    written = _e8m0(scaled, amax / unit, format, rule)
-    codes = _codes(scaled, scales.power_of_two(written), format, rows, k)
-    return codes, _to_grid(written.to(torch.uint8)), coarse
+    written = _e8m0(scaled, amax / unit, format, rule).to(torch.uint8)
+    return _codes(scaled, _power_of_two(written), format, rows, k), _to_grid(written), coarse
 
 
-def _quantize_nvfp4(grouped: Tensor, amax: Tensor, format: Format, rule: str, rows: int, k: int) -> Parts:
-    largest = _coarse_amax(_to_grid(_group_amax(_finite_sizes(grouped), format.group)), format)
+def _quantize_nvfp4(
+    grouped: Tensor, amax: Tensor, largest: Tensor, format: Format, rule: str, rows: int, k: int
+) -> Parts:
     if _stores_reciprocal(format):
         coarse = scales.nvfp4_reciprocal(largest)
     else:
@@ -174,6 +176,11 @@ def _e8m0(grouped: Tensor, amax: Tensor, format: Format, rule: str) -> Tensor:
         one_above = _sum_of_squares(scaled - elements.round_e2m1(scaled * 0.5) * 2.0)
         exponent = exponent + (one_above < at_floor).to(torch.int32)
     return scales.e8m0(exponent, amax)
+
+
+def _power_of_two(written: Tensor) -> Tensor:
+    """The float32 scale of a stored byte: a compiler that stores that need not store the int32 before it too."""
+    return scales.power_of_two(written.to(torch.int32))
 
 
 def _four_over_six(grouped: Tensor, amax: Tensor, unit: Tensor, scale_for_6: Tensor) -> Tensor:
@@ -214,9 +221,8 @@ def _quotient(grouped: Tensor, divisor: Tensor) -> Tensor:
     return torch.where(divisor > 0.0, grouped / divisor, 0.0)
 
 
-def _finite_sizes(grouped: Tensor) -> Tensor:
-    size = grouped.abs()
-    return torch.where(scales.finite(size), size, 0.0)
+def _finite(sizes: Tensor) -> Tensor:
+    return torch.where(scales.finite(sizes), sizes, 0.0)
 
 
 def _group_amax(sizes: Tensor, group: Group) -> Tensor:

@@ -45,6 +45,8 @@ def divided(value: Tensor, number: float) -> Tensor:
     Inductor makes a division by a constant a product with its rounded reciprocal on every device but CPUs, also where
     the constant is a tensor of `constant`. So the divisor is one that depends on the value.
     """
+    if value.device.type == "cpu":
+        return value / constant(number, value)
     divisor = torch.where(finite(value), constant(number, value), constant(1.0, value))
     return value / divisor
 

@@ -389,7 +389,7 @@ def compile_inductor(
 
     def inner(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         rewrite(graph)
-        with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches):
+        with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches), _no_futile_fusion():
             return compile_fx_inner(graph, *args, **kwargs)
 
     with torch.compiler.config.patch(cache_key_tag=tag), config.patch(patches):
@@ -422,6 +422,11 @@ def store_when_lowered(node: torch.fx.Node) -> None:
     node.meta["inductor_realize_to_strides"] = True
 
 
+def is_stored(node: torch.fx.Node) -> bool:
+    """Whether `store_when_lowered` was said of a node."""
+    return bool(node.meta.get("inductor_realize_to_strides", False))
+
+
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """Inductor's settings for one compilation: casts and divisions as eager does them, and one form of each reduction.
 
@@ -436,6 +441,48 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
     if not any(options.get(name, getattr(config, name)) for name in tuned):
         found["test_configs.force_filter_reduction_configs"] = True
     return {**found, **options}
+
+
+@contextlib.contextmanager
+def _no_futile_fusion() -> Iterator[None]:
+    """Keep Inductor from trying, for CPUs, to put loops into one outer loop that cannot be.
+
+    It generates all of their code before it finds that one of them is cut into vectors at the level of the outer loop
+    while the others are not, and then generates all of it again, apart.
+    """
+    from torch._inductor.virtualized import V
+
+    choices: Any = copy.copy(V.choices)
+    allowed = choices.can_fuse_vertical
+
+    def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, *args: Any) -> bool:
+        return bool(allowed(scheduler, node1, node2, *args)) and not _is_futile(scheduler, node1, node2)
+
+    choices.can_fuse_vertical = can_fuse_vertical
+    with V.set_choices_handler(choices):
+        yield
+
+
+def _is_futile(scheduler: Any, node1: Any, node2: Any) -> bool:
+    """Whether C++ code of two nodes can only share an outer loop, and one is cut into vectors at its level."""
+    backend = scheduler.get_backend(node1.get_device())
+    in_outer_loop = getattr(backend, "can_fuse_vertical_outer_loop", None)
+    if in_outer_loop is None or not in_outer_loop(node1, node2):
+        return False
+    depth = backend._get_outer_loop_fusion_depth(node1, node2)
+    parts = [part for node in (node1, node2) for part in (node.get_outer_nodes() if _is_nested(node) else [node])]
+    nests = [_loops(part) for part in parts]
+    return any(len(nest) <= depth or nest[:depth] != nests[0][:depth] for nest in nests)
+
+
+def _is_nested(node: Any) -> bool:
+    return hasattr(node, "get_outer_nodes")
+
+
+def _loops(node: Any) -> tuple[Any, ...]:
+    """The extents of the loops of a scheduled node, a reduction's last."""
+    _, (extents, reduced) = max(node.get_nodes(), key=lambda each: int(each.is_reduction())).group
+    return (*extents, *reduced)
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):

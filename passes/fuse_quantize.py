@@ -17,6 +17,7 @@ is: Inductor makes one kernel of it and of what is pointwise before it.
 import collections
 import dataclasses
 import operator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -243,8 +244,17 @@ def _rewrite(quantize: Node, body: RegionBody, readers: list[Node]) -> None:
     if not readers:
         quantize.replace_all_uses_with(fused)
         graph.erase_node(quantize)
-    # What reads a result that is kept may stand before the call.
-    torch_private.sort_graph(graph)
+    # What reads a result that is kept may stand before the call. Sorting takes as long as the graph is.
+    if any(user < fused for node in _derived(fused) for user in node.users):
+        torch_private.sort_graph(graph)
+
+
+def _derived(node: Node) -> Iterator[Node]:
+    """A call, its results, and the views of them."""
+    yield node
+    for user in node.users:
+        if user.target is operator.getitem or user.target in VIEWS:
+            yield from _derived(user)
 
 
 def _plain(piece: Piece) -> Any:

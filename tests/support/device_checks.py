@@ -124,7 +124,7 @@ def _on_values_and_codes() -> list[Check]:
     return [
         Check("LARGEST", nibbles, lambda x: torch.full(x.shape, torch.finfo(torch.float32).max)),
         Check("size_bits", any_float, lambda x: as_bits(x.abs())),
-        Check("finite_size_bits", any_float, lambda x: as_bits(numerics._finite_sizes(x))),
+        Check("finite_size_bits", any_float, lambda x: as_bits(numerics._finite(x.abs()))),
         Check("from_bits", every_int32, lambda bits: bits.view(torch.float32)),
         Check("rounded", small, torch.round, signed_zero=False),
         *(Check("encode", quotients, _codes(element), element, native=True) for element in ("e4m3", "e2m1", "int8")),
