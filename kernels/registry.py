@@ -107,12 +107,16 @@ def refusal(
 ) -> str:
     """Why the kernel called `name` cannot run a planned layer; "" if it can. The other arguments are those of `select`.
 
-    Of a weight on meta it is not known where it will run: no kernel is refused for the device.
+    Of a weight on meta it is not known where it will run: no kernel is refused for the device. Operators of experts in
+    one tensor choose for themselves, so that only what they choose is accepted.
     """
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
     devices = ("cpu", "cuda") if device_type == "meta" else (device_type,)
     products = [Product(kind, weight_format, activation_format or "", n, k, one, dtype) for one in devices]
     reasons = [kernel.refusal(product) for product in products]
+    if kind == "experts" and "" in reasons:
+        chosen = {select(kind, weight_format, activation_format, n, k, one, dtype).name for one in devices}
+        reasons = ["" if name in chosen else f"experts in one tensor are run by {' or '.join(sorted(chosen))}"]
     return "" if "" in reasons else reasons[0]
 
 

@@ -86,7 +86,7 @@ def _forecast(kind: str, slot: Slot, candidate: Candidate, device: str, backend:
     product = (kind, slot.weight, slot.activation, n, k, device, candidate.dtype)
     choice = registry.select(*product)
     refusal = ""
-    if backend not in (AUTO, choice.name):
+    if backend not in (AUTO, choice.name) or (kind == "experts" and backend != AUTO):
         refusal = registry.refusal(backend, *product)
         choice = registry.KernelChoice(backend, "the configuration asks for it")
     elif fast_accum and not registry.refusal(FAST_ACCUM, *product):

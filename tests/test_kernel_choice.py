@@ -170,3 +170,21 @@ def test_the_summary_counts_the_losses():
     assert "warning: 2 weights are expected to be larger or slower than before, up.weight among them" in text
     with torch.device("meta"):
         assert "warning" not in str(plan_for("int8", nn.Linear(64, 64)))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 48, 40))
+        self.down_proj = nn.Parameter(torch.randn(2, 40, 24))
+
+
+def test_of_experts_in_one_tensor_only_what_runs_them_can_be_asked_for():
+    """Their operators choose for themselves: what they would not run is refused, on meta too."""
+    for device, runs in (("cpu", "native_cpu"), ("cuda", "triton"), ("meta", "native_cpu or triton")):
+        with torch.device("meta"):
+            model = nn.ModuleDict({"experts": Experts()})
+        with pytest.raises(PlanError, match=f"experts in one tensor are run by {runs}"):
+            plan_for({"moe": "int8", "moe_backend": "reference"}, model, device=None if device == "meta" else device)
+    plan = plan_for({"moe": "int8", "moe_backend": "native_cpu"}, nn.ModuleDict({"experts": Experts()}))
+    assert {row.kernel for row in plan.quantized} == {"native_cpu"}
