@@ -256,7 +256,7 @@ def _bare(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> U
     if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
         return None
     shape = _logical_shape(tensor, False)
-    if tensor.dim() == 3 and (holds_experts(place) or leaf in _EXPERT_WEIGHTS):
+    if tensor.dim() == 3 and _may_be_stacked(place, leaf, tensor):
         return _stacked(place, leaf, tensor, outputs)
     if tensor.dim() != 2:
         return None
@@ -275,16 +275,27 @@ def _bare(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> U
     )
 
 
+def _are_experts(place: Place, leaf: str, tensor: Tensor) -> bool:
+    """Whether class or names say that a parameter is the weight of experts, or it was converted as such."""
+    return holds_experts(place) or leaf in _EXPERT_WEIGHTS or _spec(tensor) is not None
+
+
+def _may_be_stacked(place: Place, leaf: str, tensor: Tensor) -> bool:
+    """Whether a parameter of three dimensions may be several matrices: a table for positions is one, (1, N, D)."""
+    known = isinstance(place.module, (nn.modules.conv._ConvNd, nn.Bilinear))
+    return _are_experts(place, leaf, tensor) or (not known and min(tensor.shape) > 1)
+
+
 def _stacked(place: Place, leaf: str, tensor: Tensor, outputs: Container[int]) -> Use:
     """The weights of all experts in one tensor. Where their orientation is not known, only their use shows it."""
     module = place.module
-    layout = layout_of(module, leaf, tensor)
+    layout = layout_of(module, leaf, tensor) if _are_experts(place, leaf, tensor) else None
     shape = tuple(tensor.shape)
     return Use(
         place=place,
         leaf=leaf,
         tensor=tensor,
-        kind="moe",
+        kind="moe" if _are_experts(place, leaf, tensor) else "linear",
         shape=shape if layout is None else layout.logical(shape),
         transposed=layout is not None and layout.transposed,
         shards=1 if layout is None else layout.shards,

@@ -604,3 +604,13 @@ def test_a_graph_adds_what_the_tree_cannot_know():
     assert combine(candidates_of(model), []) == candidates_of(model)
     (*_, experts) = combine(candidates_of(model), [traced("own.gate_up_proj", (4, 6, 2), kind="moe")])
     assert (experts.shape, experts.shards, experts.obstacle) == ((4, 6, 2), 2, "")
+
+
+def test_stacks_of_matrices_of_unknown_use_are_listed():
+    """Whoever multiplies with them, the tree does not say so; tables for positions and convolutions are none."""
+    model = nn.ModuleDict(
+        {"own": Own(w=torch.zeros(4, 3, 2), positions=torch.zeros(1, 7, 3), scale=torch.zeros(4, 1, 1))}
+    )
+    model["conv"], model["bilinear"] = nn.Conv1d(2, 3, 5), nn.Bilinear(2, 3, 4)
+    found = [candidate for candidate in candidates_of(model) if len(candidate.shape) == 3]
+    assert [(c.path, c.kind, c.shape, c.obstacle) for c in found] == [("own.w", "linear", (4, 3, 2), USE_UNKNOWN)]
