@@ -123,11 +123,21 @@ def kernels(
     source = source_of(model)
     built = source.on_meta(dtype) if meta else source.load(dtype, None)
     configs: dict[str, object] = {"configured": config} if config is not None else {name: name for name in SCHEMES}
-    layers = layers_of({name: plan_for(one, built, strict=strict) for name, one in configs.items()})
+    plans = {name: plan_for(one, built, strict=strict) for name, one in configs.items()}
+    layers, apart = layers_of(plans), _apart(plans)
     if not layers:
-        raise PlanError("no linear layer would be quantized: there is nothing to compare")
+        raise PlanError(f"no linear layer would be quantized: there is nothing to compare{apart and '; ' + apart}")
     found = [compare(layer, m, architecture, fused) for layer in layers for m in rows]
-    return Answer(_data(found, architecture, fused), _text(found, architecture, fused))
+    notes = [apart] if apart else []
+    return Answer(_data(found, architecture, fused) | {"notes": notes}, _text(found, architecture, fused, notes))
+
+
+def _apart(plans: Mapping[str, Plan]) -> str:
+    """What to say of experts in one tensor that a plan quantizes, or ""."""
+    paths = {row.path for plan in plans.values() for row in plan.quantized if len(row.shape) == 3}
+    if not paths:
+        return ""
+    return f"{len(paths)} weights of experts in one tensor are not in this table: what they cost depends on the routing"
 
 
 def layers_of(plans: Mapping[str, Plan]) -> list[Layer]:
@@ -206,9 +216,9 @@ def _data(found: Sequence[Compared], architecture: Architecture, fused: bool) ->
     }
 
 
-def _text(found: Sequence[Compared], architecture: Architecture, fused: bool) -> str:
+def _text(found: Sequence[Compared], architecture: Architecture, fused: bool, notes: Sequence[str]) -> str:
     table = table_of(_COLUMNS, [cells for one in found for cells in _cells(one)])
-    lines = [table, architecture.ceilings, f"source: {architecture.source}", f"{BASIS}; {_QUANTIZATION[fused]}"]
+    lines = [table, architecture.ceilings, f"source: {architecture.source}", f"{BASIS}; {_QUANTIZATION[fused]}", *notes]
     for m, seconds in totals(found).items():
         best = min(seconds, key=seconds.__getitem__)
         gain = seconds[ORIGINAL] / seconds[best] if seconds[best] else 1.0

@@ -204,3 +204,14 @@ def test_a_text_that_cannot_be_read(olq, tmp_path, name, content, said):
     ended = olq("compare", MODEL, "-q", "fp8", "--text", name)
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert said in ended.err
+
+
+def test_experts_in_one_tensor_are_planned_and_kernels_says_that_it_has_none_of_them(olq):
+    model = str(DATA / "tiny-qwen3moe-wiki")
+    rows = [row for row in olq("plan", model, "-q", "mxfp4", "--json").data["rows"] if row["kind"] == "moe"]
+    assert [(row["decision"], row["shape"]) for row in rows] == [
+        ("quantize", [8, 512, 256]),
+        ("quantize", [8, 256, 256]),
+    ] * 4
+    (note,) = olq("kernels", model, "-q", "mxfp4", "--m", "1", "--json").data["notes"]
+    assert note.startswith("8 weights of experts in one tensor are not in this table")
