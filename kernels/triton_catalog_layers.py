@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from olq_fx.formats import FORMATS, Format, get_format
-from olq_fx.kernels.experts import Gated, Segments, Stack
+from olq_fx.kernels.experts import Gated, Segments, Stack, part_specs_of_stack
 from olq_fx.kernels.producers import LONGEST_ROW, Activation, Norm
+from olq_fx.kernels.support import between_refusal
 from olq_fx.kernels.triton_calls import Call
 from olq_fx.kernels.triton_entries import Entry, entries, has_fp8, instruction_pattern, meta, meta_parts
+from olq_fx.kernels.triton_expert_chain import expert_chain_calls
 from olq_fx.kernels.triton_experts import gated_calls, grouped_calls
 from olq_fx.kernels.triton_fused import Target, activate_calls, normalize_calls
 from olq_fx.kernels.triton_sorting import combine_calls, route_calls
@@ -71,6 +72,7 @@ def grouped_entries(capability: int) -> list[Entry]:
             for title, call in _products(slot, tokens, capability):
                 name = f"{title} {slot.activation or 'bf16'} x {slot.weight}, {tokens} tokens"
                 found += entries(name, names, [call], instruction_pattern(call, capability))
+    found += _chain_entries(capability)
     for format in (*_activation_formats(), None):
         m = _ROWS * _TOP_K
         parts = meta_parts(format, m, _INNER) if format else [meta(m, _INNER)]
@@ -78,6 +80,26 @@ def grouped_entries(capability: int) -> list[Entry]:
         name, rule = (format.name, format.activation_rule) if format else ("", "")
         calls = gated_calls(*where, name, rule, has_fp8(capability))
         found += _with_statistic(f"SiLU x up of experts to {name or 'bf16'}", [name] if name else [], calls)
+    return found
+
+
+def _chain_entries(capability: int) -> list[Entry]:
+    """The first product with the activation after it, of every scheme whose formats allow it."""
+    found: list[Entry] = []
+    for slot in dict.fromkeys(scheme.moe for scheme in SCHEMES.values()):
+        name = slot.activation or ""
+        format = get_format(name) if name else None
+        for tokens in (8, 512, 8192) if not between_refusal(name) else ():
+            m = tokens * _TOP_K
+            x = meta_parts(format, tokens, _HIDDEN) if format else [meta(tokens, _HIDDEN)]
+            parts = meta_parts(format, m, _INNER) if format else [meta(m, _INNER)]
+            rule = format.activation_rule if format else ""
+            stack = _stack(slot.weight, _INNER, _HIDDEN, 2)
+            given = (Gated("silu"), parts, name, rule, meta(1), _segments(m))
+            call = expert_chain_calls(x, name, stack, _HIDDEN, *given, capability=capability)[-1]
+            title = f"SiLU x up of the first product of experts {name or 'bf16'} x {slot.weight}, {tokens} tokens"
+            formats = [each for each in (slot.activation, slot.weight) if each]
+            found += entries(title, formats, [call], instruction_pattern(call, capability))
     return found
 
 
@@ -120,11 +142,9 @@ def _segments(m: int) -> Segments:
     return Segments(offsets, order, _TOP_K)
 
 
-def _stack(format: str, n: int, k: int) -> Stack:
-    def of_all(part: Tensor) -> Tensor:
-        return meta(_EXPERTS, *part.shape, dtype=part.dtype)
-
-    return Stack(list(map(of_all, meta_parts(get_format(format), n, k))), format)
+def _stack(format: str, n: int, k: int, shards: int = 1) -> Stack:
+    specs = part_specs_of_stack(get_format(format), _EXPERTS, n, k, shards)
+    return Stack([meta(*spec.shape, dtype=spec.dtype) for spec in specs], format, shards=shards)
 
 
 def _activation_formats() -> list[Format]:

@@ -144,4 +144,7 @@ def expert_chain_blocking(
         return dataclasses.replace(found, block_m=min(found.block_m, 32), swap=True, num_warps=8)
     if found.swap and instruction.dot in ("bf16", "fp16"):
         return dataclasses.replace(found, block_m=min(found.block_m, 32))
-    return dataclasses.replace(found, block_m=min(found.block_m, 64)) if instruction.dot == "scaled" else found
+    if instruction.dot == "scaled":
+        return dataclasses.replace(found, block_m=min(found.block_m, 64))
+    narrow = capability == 120 and instruction.dot in ("bf16", "fp16")
+    return dataclasses.replace(found, block_n=max(_NARROW, group)) if narrow else found

@@ -241,6 +241,28 @@ def test_a_layer_is_what_the_definition_says(scheme, kind, dtype):
 
 
 @pytest.mark.parametrize("scheme", KINDS)
+def test_a_layer_without_a_gate(scheme):
+    weight_format, activation = SLOTS[scheme]
+    up, down = (operands(scheme, 3, n, k, torch.float32)[0] for n, k in ((24, 40), (40, 24)))
+    x, ids, weights = torch.randn(5, 40), torch.tensor([[0, 1], [2, 3], [1, 1], [-1, 0], [2, 0]]), torch.rand(5, 2)
+    stacks = (up.parts, weight_format, up.bias, 1, down.parts, weight_format, down.bias)
+    rule = rule_of(activation)
+    y = OPS.experts(x, ids, weights, *stacks, activation, rule, "relu_squared", 1.702, 7.0)
+    expected = experts.layer(x, ids, weights, Layer(up, down, Gated("relu_squared"), activation, rule))
+    torch.testing.assert_close(y, expected, rtol=2**-6, atol=2**-6 * expected.abs().max().item())
+    if not activation:
+        by_hand = torch.zeros(5, 40)
+        for token, choices in enumerate(ids.tolist()):
+            for choice, expert in enumerate(choices):
+                if expert not in range(3):
+                    continue
+                inner = torch.relu(experts.values_of(up, expert, 40) @ x[token] + up.bias[expert]).square()
+                found = experts.values_of(down, expert, 24) @ inner + down.bias[expert]
+                by_hand[token] += weights[token, choice] * found
+        torch.testing.assert_close(y, by_hand, rtol=1e-4, atol=1e-4 * by_hand.abs().max().item())
+
+
+@pytest.mark.parametrize("scheme", KINDS)
 def test_no_tokens(scheme):
     arguments, _ = layer_arguments(scheme, tokens=0)
     assert OPS.experts(*arguments).shape == (0, 40)

@@ -1,7 +1,6 @@
 """Layers of experts by Triton kernels: the activation between the products, and the whole."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -47,8 +46,8 @@ def close_to_rounding(hidden, shards=2):
     def compare(actual, expected):
         wanted = expected.double()
         same = (actual == expected) | (expected.isnan() & actual.isnan())
-        # In the lower tail of gelu 1 + erf cancels: of that the size of its step at 1 is known.
-        limit = 8 * torch.finfo(expected.dtype).eps * wanted.abs() + 2.0**-22 * size
+        # In the lower tail of gelu 1 + erf cancels: of that the size of its step at 1 is known, for each library.
+        limit = 8 * torch.finfo(expected.dtype).eps * wanted.abs() + 2.0**-21 * size
         assert (same | ((actual.double() - wanted).abs() <= limit)).all()
         if expected.dtype != torch.float32:
             assert (same | (wanted.abs() < 1e-3 * size)).double().mean() > 0.98
@@ -382,31 +381,37 @@ def test_the_code_of_the_activation_stays_in_registers(kind, format, rule, capab
         assert "div.full" not in code.ptx, "a division that is not rounded correctly"
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(
-    "scheme", [name for name in SCHEMES if not support.between_refusal(SCHEMES[name].moe.activation or "")]
-)
-def test_the_code_of_the_first_product_stays_in_registers(scheme, capability):
-    slot = SCHEMES[scheme].moe
-    gated = [
-        ("silu", 2, 1536, torch.bfloat16),
-        ("clamped", 2, 2880, torch.bfloat16),
-        ("relu_squared", 1, 1536, torch.bfloat16),
-    ]
-    if not slot.activation:
-        gated += [("silu", 2, 1536, torch.float16), ("silu", 2, 1536, torch.float32)]
-    for (kind, shards, inner, dtype), tokens in itertools.product(gated, (8, 512, 8192)):
-        stack = meta_stack(64, shards * inner, 4096, slot.weight, bias=kind == "clamped", shards=shards)
-        call = first_call(slot.activation or "", stack, Gated(kind), tokens, dtype, capability)
-        wanted = INSTRUCTIONS[call.constants["DOT"], capability]
-        assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
+FUSED = [name for name in SCHEMES if not support.between_refusal(SCHEMES[name].moe.activation or "")]
 
 
-def first_call(activation, stack, gated, tokens, dtype, capability):
-    m, inner, k = 8 * tokens, stack.parts[0].shape[1] // stack.shards, 4096
+@pytest.mark.parametrize("scheme", ["fp8_per_block", "mxfp4", "fp8_weight_only"])
+def test_the_code_of_the_first_product_stays_in_registers(scheme):
+    for tokens in (8, 8192):
+        assert_code_of_first(scheme, Gated("silu"), tokens, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("scheme", FUSED)
+def test_the_code_of_every_first_product_stays_in_registers(scheme, capability):
+    for tokens in (8, 64, 512, 8192):
+        assert_code_of_first(scheme, Gated("silu"), tokens, capability)
+        assert_code_of_first(scheme, Gated("clamped"), tokens, capability, inner=2880, bias=True)
+        assert_code_of_first(scheme, Gated("gelu"), tokens, capability, bias=True)
+        assert_code_of_first(scheme, Gated("relu_squared"), tokens, capability, shards=1)
+        for dtype in (torch.float16, torch.float32) if not SCHEMES[scheme].moe.activation else ():
+            assert_code_of_first(scheme, Gated("silu"), tokens, capability, dtype=dtype)
+
+
+def assert_code_of_first(scheme, gated, tokens, capability, *, shards=2, inner=1536, bias=False, dtype=torch.bfloat16):
+    slot, k, m = SCHEMES[scheme].moe, 4096, 8 * tokens
+    activation = slot.activation or ""
+    stack = meta_stack(64, shards * inner, k, slot.weight, bias=bias, shards=shards)
     segments = Segments(meta((65,), torch.int32), meta((m,), torch.int32), 8)
     x = meta_rows(activation, tokens, k) if activation else [meta((tokens, k), dtype)]
     parts = meta_rows(activation, m, inner) if activation else [meta((m, inner), dtype)]
     rule = get_format(activation).activation_rule if activation else ""
     given = (gated, parts, activation, rule, meta((1,), dtype), segments)
-    return expert_chain_calls(x, activation, stack, k, *given, capability=capability)[-1]
+    call = expert_chain_calls(x, activation, stack, k, *given, capability=capability)[-1]
+    wanted = INSTRUCTIONS[call.constants["DOT"], capability]
+    assert_kernel_code(call.kernel, call.args, call.constants, {capability: wanted}, **call.options)
