@@ -29,8 +29,8 @@
 - `producers`: what stands before a quantized layer, norms and activations, in pure PyTorch: a definition too.
 - `device_producers`: the same as functions of Triton's language; `triton_producers`: kernels that compute and quantize
   them at once; `triton_fused` launches these.
-- `experts`: what a layer of experts computes, in pure PyTorch; `expert_ops`: its operators; `expert_gate_ops`: that of the
-  first product with what is before the second; `triton_expert_layer` runs a layer by Triton kernels.
+- `experts`: what a layer of experts computes, in pure PyTorch; `expert_ops`: its operators; `expert_gate_ops`: that of
+  the first product with what is before the second; `triton_expert_layer` runs a layer by Triton kernels.
 - `triton_routing`: Triton kernels that sort tokens by expert and add what experts made of them; `triton_sorting`
   launches them.
 - `triton_grouped`: Triton kernels that multiply the rows of each expert by its weight, and what is between two such;

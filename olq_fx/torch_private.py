@@ -617,6 +617,10 @@ def schema_writes(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
 
 
+GROUPED_PRODUCTS = (torch.nn.functional.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm.default)
+"""The names of the product of ragged rows."""
+
+
 def autocast_entries(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The nodes of a graph that enter or leave a region of autocast, in order; usually none."""
     from torch.amp import autocast_mode

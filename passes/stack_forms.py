@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.nn import functional
 
 from olq_fx import torch_private
 from olq_fx.passes.fxtools import arguments, tensor_of
@@ -52,7 +51,7 @@ def product_of(node: Node, operand: Node) -> Contraction | str | None:
     """
     if node.op not in ("call_function", "call_method"):
         return None
-    if node.target in (functional.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm.default):
+    if node.target in torch_private.GROUPED_PRODUCTS:
         return _grouped(node, operand)
     if str(node.target) in _GROUPED_BY_NAME:
         return _grouped_by_others(node, operand)
