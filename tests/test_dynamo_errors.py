@@ -183,4 +183,4 @@ def test_dumps_hold_every_graph(tmp_path):
     torch.compile(stack(), backend=backend)(X)
     torch.compile(nn.Linear(16, 16), backend=backend)(X)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["graph_001", "graph_002"]
-    assert "quantized_linear" in (tmp_path / "graph_002" / "07_clean_up.txt").read_text()
+    assert "quantized_linear" in (tmp_path / "graph_002" / "08_clean_up.txt").read_text()
