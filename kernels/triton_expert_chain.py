@@ -138,7 +138,9 @@ def expert_chain_blocking(
         found = dataclasses.replace(found, num_warps=8)
     if capability in TENSOR_MEMORY and instruction.dot == "scaled" and output and output.packed:
         # The scales of block-scaled instructions are those of 128 rows: of the side that is 128 high.
-        return dataclasses.replace(found, **{"block_m": min(found.block_m, 32)} if found.swap else {"block_n": _NARROW})
+        if found.swap:
+            return dataclasses.replace(found, block_m=min(found.block_m, 32))
+        return dataclasses.replace(found, block_n=_NARROW)
     if capability not in _MMA_SYNC:
         return found
     decoded = instruction.dot in ("bf16", "fp16")
