@@ -136,15 +136,17 @@ def expert_chain_blocking(
     found = dataclasses.replace(found, block_n=max(found.block_n, group))
     if instruction.parts > 1 and not found.swap:
         found = dataclasses.replace(found, num_warps=8)
-    if capability in TENSOR_MEMORY and instruction.dot == "scaled" and output and output.packed and not found.swap:
+    if capability in TENSOR_MEMORY and instruction.dot == "scaled" and output and output.packed:
+        # The scales of block-scaled instructions are those of 128 rows: of the side that is 128 high.
+        if found.swap:
+            return dataclasses.replace(found, block_m=min(found.block_m, 32))
         return dataclasses.replace(found, block_n=_NARROW)
     if capability not in _MMA_SYNC:
         return found
-    if instruction.dot in ("bf16", "fp16") and instruction.promote:
-        return dataclasses.replace(found, block_m=min(found.block_m, 32), swap=True, num_warps=8)
-    if found.swap and instruction.dot in ("bf16", "fp16"):
-        return dataclasses.replace(found, block_m=min(found.block_m, 32))
+    decoded = instruction.dot in ("bf16", "fp16")
+    if found.swap or (decoded and instruction.promote):
+        warps = 8 if decoded and instruction.parts == 1 and capability < FLOAT8 else found.num_warps
+        return dataclasses.replace(found, block_m=min(found.block_m, 32), swap=True, num_warps=warps)
     if instruction.dot == "scaled":
         return dataclasses.replace(found, block_m=min(found.block_m, 64))
-    narrow = capability == 120 and instruction.dot in ("bf16", "fp16")
-    return dataclasses.replace(found, block_n=max(_NARROW, group)) if narrow else found
+    return dataclasses.replace(found, block_n=max(_NARROW, group)) if decoded and capability == 120 else found

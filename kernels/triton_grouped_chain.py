@@ -43,18 +43,7 @@ def _shard(
 
 
 @triton.jit
-def _moved(b, b_inner, b_outer, count, stride, inner_stride, outer_stride):
-    """Pointers to a weight and to its scales, those that there are, `count` strides on."""
-    b += count * stride
-    if b_inner is not None:
-        b_inner += count * inner_stride
-    if b_outer is not None:
-        b_outer += count * outer_stride
-    return b, b_inner, b_outer
-
-
-@triton.jit
-def grouped_chain(
+def grouped_chain(  # noqa: C901
     a, a_inner, a_outer, b, b_inner, b_outer, bias, like, values, codes, scale, table, order, tiles, R, E, WIDTH, K,
     alpha, limit, a_stride, a_inner_m, a_inner_k, a_outer_m, a_outer_k, b_expert, b_stride, b_inner_expert, b_inner_n,
     b_inner_k, b_outer_expert, b_outer_n, b_outer_k, b_outer_shard, scale_row_stride, scale_column_stride,
@@ -80,7 +69,11 @@ def grouped_chain(
     first = tile_n * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     ours = expert.to(tl.int64)
-    b, b_inner, b_outer = _moved(b, b_inner, b_outer, ours, b_expert, b_inner_expert, b_outer_expert)
+    b += ours * b_expert
+    if b_inner is not None:
+        b_inner += ours * b_inner_expert
+    if b_outer is not None:
+        b_outer += ours * b_outer_expert
     if bias is not None:
         bias += ours * SHARDS * WIDTH
     positions, inside, pairs = rows_of(table, order, tiles, tile, BLOCK_M)
@@ -94,7 +87,11 @@ def grouped_chain(
     )  # fmt: skip
     if SHARDS == 2:
         wide = tl.cast(WIDTH, tl.int64)
-        b, b_inner, b_outer = _moved(b, b_inner, b_outer, 1, wide * b_stride, wide * b_inner_n, b_outer_shard)
+        b += wide * b_stride
+        if b_inner is not None:
+            b_inner += wide * b_inner_n
+        if b_outer is not None:
+            b_outer += b_outer_shard
         if bias is not None:
             bias += WIDTH
         up = _shard(
