@@ -4,25 +4,12 @@ The bounds are those of fake quantization in float32 of the same decoder with no
 cost less than 0.1 % of perplexity in 8 bits, 0.08 % in nvfp4 and 0.2 % in mxfp4; with activations, several times that.
 """
 
-import json
-import pathlib
-
 import pytest
 import torch
-from torch.nn.functional import cosine_similarity, cross_entropy
+from quality import Decoder, assert_order, kind
+from torch.nn.functional import cosine_similarity
 
 from olq_fx.schemes import SCHEMES
-
-DATA = pathlib.Path(__file__).parents[1] / "data"
-
-WINDOW = 128
-
-
-def kind(scheme: str) -> str:
-    formats = SCHEMES[scheme].linear
-    element = next((name for name in ("nvfp4", "mxfp4") if name in formats.weight), "8 bits")
-    return f"{element}, weights only" if formats.activation is None else element
-
 
 # (kind, most that perplexity may rise, most that the logits may diverge in nats a token)
 BOUNDS = {
@@ -35,64 +22,25 @@ BOUNDS = {
 }
 
 
-class Decoder:
-    """The trained decoder, held-out text, and what the unquantized model makes of it."""
-
-    def __init__(self, load, transformers, windows: int) -> None:
-        self.case = load(None)
-        self.case.model.eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(DATA / "tiny-qwen3-wiki"))
-        text = "\n\n".join(json.loads((DATA / "wiki_val_texts.json").read_text()))
-        self.tokens = torch.tensor(tokenizer(text)["input_ids"][: windows * WINDOW]).view(windows, WINDOW)
-        self.original = self.logits(self.case.model)
-
-    def logits(self, model: torch.nn.Module) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.cat([model(input_ids=some, use_cache=False).logits for some in self.tokens.split(16)])
-
-    def perplexity(self, logits: torch.Tensor) -> float:
-        return float(cross_entropy(logits[:, :-1].flatten(0, 1), self.tokens[:, 1:].flatten()).exp())
-
-    def measure(self, scheme: str) -> tuple[float, float]:
-        """By how much perplexity rises, relatively, and the mean divergence of the logits."""
-        quantized = self.case.fresh()
-        quantized.quantize(scheme)
-        logits = self.logits(quantized.model)
-        rise = self.perplexity(logits) / self.perplexity(self.original) - 1
-        before, after = self.original.log_softmax(-1), logits.log_softmax(-1)
-        return rise, float((before.exp() * (before - after)).sum(-1).mean())
-
-
-def assert_order(measured: dict[str, tuple[float, float]], index: int) -> None:
-    """8 bits lose less than nvfp4 and that less than mxfp4, with and without quantized activations."""
-    for suffix in ("", ", weights only"):
-        eight, nvfp4, mxfp4 = (
-            [values[index] for scheme, values in measured.items() if kind(scheme) == name + suffix]
-            for name in ("8 bits", "nvfp4", "mxfp4")
-        )
-        assert max(eight) < min(nvfp4), measured
-        assert max(nvfp4) < min(mxfp4), measured
-
-
-def test_a_trained_decoder_keeps_its_quality(load_trained_qwen3, transformers_module):
-    decoder = Decoder(load_trained_qwen3, transformers_module, windows=12)
+def test_a_trained_decoder_keeps_its_quality(load_trained_qwen3):
+    decoder = Decoder(load_trained_qwen3(None).model, windows=12)
     measured = {scheme: decoder.measure(scheme) for scheme in SCHEMES}
-    for scheme, (rise, divergence) in measured.items():
-        assert abs(rise) < BOUNDS[kind(scheme)][0] + 0.002, (scheme, measured)
-        assert divergence < BOUNDS[kind(scheme)][1], (scheme, measured)
-    assert_order(measured, index=1)
+    for scheme, loss in measured.items():
+        assert abs(loss.rise) < BOUNDS[kind(scheme)][0] + 0.002, (scheme, measured)
+        assert loss.divergence < BOUNDS[kind(scheme)][1], (scheme, measured)
+    assert_order(measured, "divergence")
 
 
 @pytest.mark.slow
-def test_perplexity_of_a_trained_decoder_on_more_text(load_trained_qwen3, transformers_module):
+def test_perplexity_of_a_trained_decoder_on_more_text(load_trained_qwen3):
     """On 16384 tokens the differences of perplexity itself are larger than its noise."""
-    decoder = Decoder(load_trained_qwen3, transformers_module, windows=128)
+    decoder = Decoder(load_trained_qwen3(None).model, windows=128)
     measured = {scheme: decoder.measure(scheme) for scheme in SCHEMES}
-    for scheme, (rise, divergence) in measured.items():
-        assert rise < BOUNDS[kind(scheme)][0], (scheme, measured)
-        assert divergence < BOUNDS[kind(scheme)][1], (scheme, measured)
-    assert_order(measured, index=0)
-    assert_order(measured, index=1)
+    for scheme, loss in measured.items():
+        assert loss.rise < BOUNDS[kind(scheme)][0], (scheme, measured)
+        assert loss.divergence < BOUNDS[kind(scheme)][1], (scheme, measured)
+    assert_order(measured, "rise")
+    assert_order(measured, "divergence")
 
 
 def test_a_trained_encoder_keeps_its_embeddings(load_minilm):
