@@ -51,7 +51,9 @@ def test_numbers_of_tokens_take_two_compilations_at_most(route: str, form: str, 
         # The other route sees experts that are not quantized yet, and computes them as grouped_mm does.
         use_experts(model) if route == "quantize_" else eager.set_experts_implementation("grouped_mm")
     counting = Counting()
-    fast = torch.compile(model, backend=olq_fx.backend("fp8_per_block", inner=counting), dynamic=dynamic, fullgraph=True)
+    fast = torch.compile(
+        model, backend=olq_fx.backend("fp8_per_block", inner=counting), dynamic=dynamic, fullgraph=True
+    )
     for length in LENGTHS:
         ids = words(2, length)
         assert_same_bits(logits(fast, ids), logits(eager, ids), name=str(length))
@@ -100,5 +102,3 @@ def test_emitted_code_waits_for_no_device(form: str, scheme: str):
         assert sum("experts" in name for name in operators) == 1, code.external
     else:
         assert sum("grouped_linear" in name for name in operators) == 2, code.external
-
-

@@ -116,9 +116,7 @@ def test_no_tokens(form: str, scheme: str, dtype: torch.dtype):
 
 
 @some_schemes
-@pytest.mark.parametrize(
-    ("experts", "top"), [(1, 1), (8, 1), (8, 2), (8, 8), (128, 1), (128, 2), (128, 8)]
-)
+@pytest.mark.parametrize(("experts", "top"), [(1, 1), (8, 1), (8, 2), (8, 8), (128, 1), (128, 2), (128, 8)])
 def test_numbers_of_experts_and_of_choices(scheme: str, experts: int, top: int):
     tokens = 9
     ids = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)])
