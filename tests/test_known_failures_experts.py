@@ -159,7 +159,9 @@ def test_23_autocast_over_experts_with_float32_inputs(scheme: str, dtype: torch.
             found[form] = module(x, ids, weights)
         assert found[form].dtype == torch.float32
     for form, values in found.items():
-        assert_sqnr(values, found["grouped_mm"], 25, name=form)
+        # The forms round to bfloat16 at other places, which moves single codes of activations by a step.
+        coarse = "fp4" in (SCHEMES[scheme].moe.activation or "")
+        assert_sqnr(values, found["grouped_mm"], 12 if coarse else 25, name=form)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
