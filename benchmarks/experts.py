@@ -1,4 +1,4 @@
-"""Latency of the experts of one layer in every scheme, against bfloat16 in transformers' `grouped_mm` and `eager` forms.
+"""Latency of the experts of one layer in every scheme, against bfloat16 as `grouped_mm` and as `eager` loop.
 
 All entries of one number of tokens are measured in turn, in eager mode, quantized ones through `use_experts`. The aim:
 at 1 token no scheme of weights alone is slower than the faster of the two bfloat16 forms.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from moe_models import built, experts_of, logits, words
 from torch import Tensor, nn
+from torch.nn import functional
 
 import olq_fx
 from olq_fx.integrations.transformers import use_experts
@@ -51,7 +52,9 @@ def test_numbers_of_tokens_take_two_compilations_at_most(route: str, form: str, 
         # The other route sees experts that are not quantized yet, and computes them as grouped_mm does.
         use_experts(model) if route == "quantize_" else eager.set_experts_implementation("grouped_mm")
     counting = Counting()
-    fast = torch.compile(model, backend=olq_fx.backend("fp8_per_block", inner=counting), dynamic=dynamic, fullgraph=True)
+    fast = torch.compile(
+        model, backend=olq_fx.backend("fp8_per_block", inner=counting), dynamic=dynamic, fullgraph=True
+    )
     for length in LENGTHS:
         ids = words(2, length)
         assert_same_bits(logits(fast, ids), logits(eager, ids), name=str(length))
@@ -61,24 +64,35 @@ def test_numbers_of_tokens_take_two_compilations_at_most(route: str, form: str, 
 class Block(nn.Module):
     """Experts with a router as simple as possible."""
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: Any, *, grouped: bool) -> None:
         super().__init__()
-        self.experts, self.router = experts, nn.Parameter(torch.randn(4, 64))
+        self.experts, self.router = experts, nn.Parameter(torch.randn(4, 128))
+        self.run = self.grouped if grouped else experts
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = torch.topk((x @ self.router.T).softmax(-1), 2)
-        found: Tensor = self.experts(x, ids, weights)
+        found: Tensor = self.run(x, ids, weights)
         return found
+
+    def grouped(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As transformers has it, without `inverse[order] = ...`, which needs a torch with support for a GPU."""
+        sorted_ids, order = torch.sort(ids.reshape(-1))
+        counts = torch.histc(sorted_ids.float(), bins=4, min=0, max=3)
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        hidden = functional.grouped_mm(x[order // 2], self.experts.gate_up_proj.mT, offs=ends)
+        y = functional.grouped_mm(self.experts._apply_gate(hidden), self.experts.down_proj.mT, offs=ends)
+        y = y * weights.reshape(-1, 1)[order]
+        return y[torch.argsort(order)].view(len(x), 2, -1).sum(1)
 
 
 def emit(form: str, scheme: str) -> EmittedCode:
     """Experts quantized in place, and what is emitted for them, by the backend."""
-    model = built("qwen3_moe", "" if form == "use_experts" else form, torch.bfloat16)
-    olq_fx.quantize_(model, scheme)
-    if form == "use_experts":
-        assert use_experts(model) == {}
-    block = Block(experts_of(model)).to(torch.bfloat16).requires_grad_(False)
-    return emitted(block, [torch.randn(24, 64, dtype=torch.bfloat16)], scheme, 90)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
+    model = built("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    olq_fx.quantize_(model, {"moe": scheme})
+    assert use_experts(model) == {}
+    block = Block(experts_of(model), grouped=form == "grouped_mm").to(torch.bfloat16).requires_grad_(False)
+    return emitted(block, [torch.randn(24, 128, dtype=torch.bfloat16)], scheme, 90)
 
 
 WAITS = re.compile(
@@ -100,5 +114,3 @@ def test_emitted_code_waits_for_no_device(form: str, scheme: str):
         assert sum("experts" in name for name in operators) == 1, code.external
     else:
         assert sum("grouped_linear" in name for name in operators) == 2, code.external
-
-

@@ -56,7 +56,9 @@ def assert_all_experts_converted(model: torch.nn.Module, report: olq_fx.Report) 
     assert {row.kind for row in experts} == {"moe"}
     converted = sum(row.bytes_before for row in experts if report.status(row.path) == "converted")
     assert converted / sum(row.bytes_before for row in experts) > 0.9
-    assert converted == sum(p.numel() * p.element_size() for p in paths.values()) == sum(r.bytes_before for r in experts)
+    assert (
+        converted == sum(p.numel() * p.element_size() for p in paths.values()) == sum(r.bytes_before for r in experts)
+    )
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not name.endswith("bias"):
             row = rows[name]
@@ -135,7 +137,7 @@ def test_experts_without_a_choice_of_forms_are_refused():
 @without_caches
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_compiled_use_experts_is_one_operator_and_right(name: str):
-    """Quantized first, then compiled: the graph has one operator a layer of experts, and no other product of experts."""
+    """Quantized first, then compiled: the graph has one operator a layer of experts and no other of their products."""
     model = built(name)
     olq_fx.quantize_(model, "mxfp4")
     assert use_experts(model) == {}
