@@ -39,9 +39,20 @@ def nothing_compiled() -> Iterator[None]:
 
 
 @without_caches
-@pytest.mark.parametrize("dynamic", [None, True], ids=["by itself", "dynamic"])
-@pytest.mark.parametrize("form", ["grouped_mm", pytest.param("batched_mm", marks=pytest.mark.slow), "use_experts"])
-@pytest.mark.parametrize("route", ["quantize_", "backend"])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)], ids=["by itself", "dynamic"])
+@pytest.mark.parametrize(
+    ("route", "form"),
+    [
+        *(("quantize_", "use_experts"), ("backend", "grouped_mm")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *(("quantize_", "grouped_mm"), ("quantize_", "batched_mm")),
+                *(("backend", "batched_mm"), ("backend", "use_experts")),
+            ]
+        ),
+    ],
+)
 def test_numbers_of_tokens_take_two_compilations_at_most(route: str, form: str, dynamic: bool | None):
     model = built("qwen3_moe", "" if form == "use_experts" else form)
     eager = copy.deepcopy(model)
