@@ -42,7 +42,9 @@ def cases() -> list[Any]:
             for dtype in DTYPES:
                 for scheme in LOOPED if form == "eager" else SCHEMES:
                     marks = () if (name, form, dtype, scheme) in DEFAULT else pytest.mark.slow
-                    found.append(pytest.param(name, form, dtype, scheme, marks=marks))
+                    found.append(
+                        pytest.param(name, form, dtype, scheme, marks=marks, id=f"{name}-{form}-{dtype}-{scheme}")
+                    )
     return found
 
 
