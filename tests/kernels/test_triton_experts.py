@@ -189,7 +189,16 @@ def test_shards_with_scales_of_their_own(interpreter, scheme):
     check_layer(interpreter, layer, tokens=12, top_k=2)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "mxfp8", "nvfp4_per_token", "int8_per_channel_weight_only"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "mxfp8",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("fp8_per_tensor", "nvfp4_per_token", "int8_per_channel_weight_only")
+        ),
+    ],
+)
 def test_experts_without_a_gate(interpreter, scheme):
     for kind in ("relu_squared", "silu"):
         layer = layer_of(scheme, 3, 96, 40, Gated(kind), bias=True, shards=1)
