@@ -68,7 +68,8 @@ class QuantizedStack(QuantizedWeight):
         stride: Sequence[int] | None,
         pending: Pending | None,
     ) -> "QuantizedStack":
-        return QuantizedStack(parts, spec, dtype, size, stride, pending, self.ids)
+        ids = None if self.ids is None else self.ids.to(parts[0].device)
+        return QuantizedStack(parts, spec, dtype, size, stride, pending, ids)
 
     @property
     def unflattened(self) -> type[QuantizedWeight]:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from olq_fx import torch_private
 from olq_fx.formats import get_format
+from olq_fx.kernels import support
 from olq_fx.kernels.experts import KINDS, Gated, gated, part_specs_of_stack
 from olq_fx.passes.base import PassResult, Reject
 from olq_fx.passes.fxtools import caller, tensor_of
@@ -50,6 +51,22 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """Where what follows a product ends.
+
+    Attributes:
+        value: the tensor there.
+        reader: what quantizes it, or multiplies it in original precision.
+        format, rule: what it is quantized to, or "".
+    """
+
+    value: Node
+    reader: Node
+    format: str = ""
+    rule: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FuseExperts:
     """Fuses the first product of experts with the activation and quantization after it.
 
@@ -62,19 +79,26 @@ class FuseExperts:
 
     def __call__(self, gm: GraphModule) -> PassResult:
         """Fuse what can be fused."""
-        fused, rejects = 0, []
+        fused = 0
+        rejects: list[Reject] = []
+        notes: list[str] = []
         for node in list(gm.graph.nodes):
             product = _product(node)
             value = tensor_of(node)
             if product is None or value is None or value.device.type not in self.devices:
                 continue
-            reason = _fuse(product)
-            fused += reason == ""
+            end, where = _end(node), caller(node) or node.name
+            if end is None:
+                continue  # a second product, whose results nobody quantizes
+            reason = _fuse(product, end)
+            fused += not reason
             if reason:
-                rejects.append(Reject(caller(node) or node.name, f"its activation is a kernel of its own: {reason}"))
+                rejects.append(Reject(where, f"its activation is a kernel of its own: {reason}"))
+            elif apart := support.between_refusal(end.format):
+                notes.append(f"{where}: its activation and quantization are a kernel beside the first product: {apart}")
         if fused:
             torch_private.drop_dead_code(gm)
-        return PassResult(fused, tuple(rejects))
+        return PassResult(fused, tuple(rejects), tuple(notes))
 
 
 def _product(node: Node) -> Product | None:
@@ -93,12 +117,9 @@ def _product(node: Node) -> Product | None:
     return Product(node, operands, bias, int(rest[0]) if rest else 1)
 
 
-def _fuse(product: Product) -> str | None:
-    """Fuse a product with what follows: "", or the reason why not; None of a second one, whose results stay."""
-    end = _end(product.node)
-    if end is None:
-        return None
-    between, last, format, rule = end
+def _fuse(product: Product, end: End) -> str:
+    """Fuse a product with what follows; the reason why not, or ""."""
+    between, last = end.value, end.reader
     try:
         steps = _steps(product.node, between)
         with torch_private.real_tensors():
@@ -111,7 +132,7 @@ def _fuse(product: Product) -> str | None:
         return "gate and up share scales in its weight"
     graph = last.graph
     with graph.inserting_before(last):
-        arguments = (*product.operands, product.bias, shards, kind.kind, kind.alpha, kind.limit, format, rule)
+        arguments = (*product.operands, product.bias, shards, kind.kind, kind.alpha, kind.limit, end.format, end.rule)
         call = graph.call_function(_ops.grouped_gated.default, arguments)
     call.meta = {key: value for key, value in product.node.meta.items() if key in ("nn_module_stack", "stack_trace")}
     call.meta["val"] = _values(last)
@@ -142,16 +163,16 @@ class _CannotSayError(Exception):
     """What is between two products is not followed; the message says why."""
 
 
-def _end(product: Node) -> tuple[Node, Node, str, str] | None:
-    """Where what follows a product ends: the tensor that is quantized or multiplied, by what, and its format."""
+def _end(product: Node) -> End | None:
+    """Where what follows a product ends."""
     seen, pending = {product}, [product]
     while pending:
         node = pending.pop()
         for user in node.users:
             if user.target is _QUANTIZE:
-                return node, user, str(user.args[1]), str(user.args[2])
+                return End(node, user, str(user.args[1]), str(user.args[2]))
             if user.target is _PLAIN and user.args[4] == "" and user.args[0] is node:
-                return node, user, "", ""
+                return End(node, user)
             if user not in seen and user.op == "call_function" and not torch_private.schema_writes(user.target):
                 seen.add(user)
                 if _is_step(user):

@@ -124,6 +124,18 @@ def test_every_kind_of_formats_is_taken(weight: str, activation: str):
     assert call.args[12] == activation
 
 
+def test_a_format_that_no_tile_holds_is_said_to_take_a_kernel_more():
+    for weight, activation, said in (
+        ("int8_per_channel_static", "int8_per_token", 1),
+        ("mxfp4", "mxfp4", 0),
+        ("nvfp4", "nvfp4_per_token", 1),
+    ):
+        gm = graph_of(layer(GATED["silu"][0], weight, activation, shards=2), *inputs(weight, 2 * INNER, shards=2))
+        notes = PASS(gm).notes
+        assert len(notes) == said
+        assert all("a kernel beside the first product" in note for note in notes)
+
+
 def test_scales_of_shards_are_kept():
     function = GATED["silu"][0]
     given = inputs("fp8_per_tensor_static", 2 * INNER, shards=2)
