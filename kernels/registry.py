@@ -141,7 +141,7 @@ def _fast_accum(product: Product) -> str:
 
 
 def _not_linear(product: Product) -> str:
-    return "" if product.kind in ("linear", "experts") else f"runs products, no {product.kind}"
+    return "" if product.kind in ("linear", "experts") else f"runs products, not {product.kind}"
 
 
 def _reference(product: Product) -> str:

@@ -45,7 +45,7 @@ def _check_dump(folder: Path, calls: list[str]) -> None:
         assert name.startswith("torch.ops") or f"def {name}(" in kernels
     graphs = folder / "mxfp8" / "graph_001"
     assert "#    +2 olq_fx.quantized_linear.default\n" in (graphs / "04_swap.txt").read_text()
-    assert "torch.ops.higher_order.olq_fx_fused_quantize" in (graphs / "late_1" / "01_fuse_quantize.txt").read_text()
+    assert "torch.ops.higher_order.olq_fx_fused_quantize" in (graphs / "late_1" / "02_fuse_quantize.txt").read_text()
 
 
 def test_a_folder_of_hugging_face_as_text(olq):

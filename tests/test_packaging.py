@@ -31,6 +31,7 @@ def sources() -> dict[str, Path]:
     """Every file that belongs in the wheel, by its name there."""
     mapped = {
         "olq_fx": "olq_fx",
+        "olq_fx/integrations": "olq_fx/integrations",
         "olq_fx/passes": "passes",
         "olq_fx/kernels": "kernels",
         "olq_fx/kernels/tuned": "kernels/tuned",

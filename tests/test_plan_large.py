@@ -64,13 +64,18 @@ def test_a_70b_dense_model():
     assert "model.layers.{0-79}.mlp.down_proj.weight" in str(plan)
 
 
-def test_a_moe_model_with_stacked_experts_says_what_stays():
-    plan = plan_for("fp8_per_block", decoder_layout(**MOE_235B, stacked=True))
+def test_a_moe_model_with_stacked_experts():
+    model = decoder_layout(**MOE_235B, stacked=True)
+    plan = plan_for("fp8_per_block", model)
     experts = [row for row in plan.rows if row.kind == "moe"]
     assert len(experts) == 188
-    assert {row.decision for row in experts} == {"leave"}
-    assert plan.share < 0.1
-    assert "experts in original precision: 423.0 GiB" in str(plan)
+    assert {row.decision for row in experts} == {"quantize"}
+    assert plan.share > 0.99
+    layers = plan_for("fp8_per_block", decoder_layout(**MOE_235B))
+    assert plan.bytes_after == layers.bytes_after
+    dense = plan_for({"linear": "fp8_per_block"}, model)
+    assert dense.share < 0.1
+    assert "experts in original precision: 423.0 GiB" in str(dense)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -45,8 +45,10 @@ SUITES = (
     Suite((device, device_scales), device_kernels, device_checks.kills),
     Suite((device_producers,), producer_kernels, producer_checks.kills),
 )
-UNMUTATED = {"device_maxima"}
-"""Files whose functions are tried in whole products only, by test_on_load.py, which takes too long for each fault."""
+UNMUTATED = {"device_maxima", "device_experts"}
+"""Files whose functions are tried in whole products only, which takes too long for each fault: by test_on_load.py, and
+by test_triton_grouped.py and test_triton_experts.py.
+"""
 
 LEAST_SHARE = 0.95
 
