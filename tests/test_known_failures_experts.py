@@ -20,7 +20,7 @@ from olq_fx.schemes import SCHEMES
 from olq_fx.testing import assert_sqnr, live_bytes, record_allocations, storage_census
 from olq_fx.weights import QuantizedStack
 
-SHORT = ("int8", "fp8_per_block", "mxfp4", "nvfp4_weight_only")
+SHORT = ("fp8_per_block", "nvfp4_weight_only")
 every_scheme = pytest.mark.parametrize(
     "scheme", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in SCHEMES]
 )

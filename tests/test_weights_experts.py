@@ -159,7 +159,7 @@ FORMS: dict[str, Form] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("storage", STORAGE, ids=str)
-@pytest.mark.parametrize("scheme", ["int8", "fp8_per_tensor", "nvfp4_weight_only"])
+@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=pytest.mark.slow), "fp8_per_tensor"])
 def test_every_form_is_the_product_of_each_expert(form: str, storage: dict[str, bool], scheme: str):
     transposed = bool(storage.get("transposed"))
     weight = stack_of(torch.randn((E, K, N) if transposed else (E, N, K)), scheme, **storage)

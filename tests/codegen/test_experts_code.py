@@ -24,7 +24,7 @@ def ours(code: EmittedCode) -> list[str]:
     return [name.partition("olq_fx.")[2].removesuffix(".default") for name in code.external if "olq_fx" in name]
 
 
-@pytest.mark.parametrize("scheme", cases("fp8_per_block", "int8", "mxfp4_weight_only"))
+@pytest.mark.parametrize("scheme", cases("fp8_per_block"))
 def test_a_layer_of_experts_is_routing_and_two_products(emitter: Emitter, interpreter: Interpreter, scheme: str):
     code = emitted(emitter, scheme)
     activation = "" if "weight_only" in scheme else "quantized_"

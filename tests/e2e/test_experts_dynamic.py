@@ -115,7 +115,7 @@ WAITS = re.compile(
 
 
 @without_caches
-@pytest.mark.parametrize("form", ["grouped_mm", "use_experts"])
+@pytest.mark.parametrize("form", ["use_experts", pytest.param("grouped_mm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheme", ["fp8_per_block", pytest.param("mxfp4_weight_only", marks=pytest.mark.slow)])
 def test_emitted_code_waits_for_no_device(form: str, scheme: str):
     with Emitter(timeout=600) as emitter:

@@ -18,7 +18,7 @@ from olq_fx.schemes import SCHEMES
 from olq_fx.testing import assert_same_bits, assert_sqnr
 
 ALL_FORMS = (*FORMS, "use_experts")
-SHORT = ("int8", "fp8_per_tensor", "fp8_per_block", "mxfp4", "nvfp4_weight_only")
+SHORT = ("fp8_per_tensor", "fp8_per_block", "mxfp4")
 some_schemes = pytest.mark.parametrize(
     "scheme", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in SCHEMES]
 )

@@ -167,7 +167,10 @@ def together_and_apart(x, ids, weights, layer):
     return y, triton_sorting.combine(rows, ids, weights, count)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+STEPS = ("fp8_per_tensor", "fp8_per_block", "mxfp4", "nvfp4_per_token", "int8", "mxfp4_weight_only")
+
+
+@pytest.mark.parametrize("scheme", [n if n in STEPS else pytest.param(n, marks=pytest.mark.slow) for n in SCHEMES])
 def test_a_layer_is_its_steps(interpreter, scheme):
     check_layer(interpreter, layer_of(scheme, 5, 96, 72, bias=True), tokens=20, top_k=2)
 
@@ -236,9 +239,19 @@ def poisoned(shape, dtype, device):
     return torch.full(shape, 0x5A, dtype=torch.uint8, device=device).view(dtype)
 
 
-@pytest.mark.parametrize("routing", ["any", "one", "none"])
-@pytest.mark.parametrize("output", ["", "fp8_per_block_dynamic", "fp8_per_block_dynamic_1x32", "mxfp8", "mxfp4"])
-@pytest.mark.parametrize("operands", [("fp8_per_block_dynamic", "fp8_per_block_static"), ("", "nvfp4")], ids=str)
+def fused_cases():
+    """Operands, format between, routing; by default every format, and every routing of one of them."""
+    for operands in (("fp8_per_block_dynamic", "fp8_per_block_static"), ("", "nvfp4")):
+        for output in ("", "fp8_per_block_dynamic", "fp8_per_block_dynamic_1x32", "mxfp8", "mxfp4"):
+            for routing in ("any", "one", "none"):
+                default = (
+                    output == "mxfp8" or routing == "any" if operands[0] else (output, routing) == ("mxfp8", "any")
+                )
+                marks = () if default else pytest.mark.slow
+                yield pytest.param(operands, output, routing, marks=marks, id=f"{operands[1]}-{output}-{routing}")
+
+
+@pytest.mark.parametrize(("operands", "output", "routing"), fused_cases())
 def test_one_kernel_has_the_bits_of_the_product_and_the_activation(interpreter, operands, output, routing):
     rules = get_format(output).rules if output else ("",)
     for number, cut in enumerate(CUTS):
