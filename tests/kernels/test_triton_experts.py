@@ -251,7 +251,7 @@ def fused_cases():
                 yield pytest.param(operands, output, routing, marks=marks, id=f"{operands[1]}-{output}-{routing}")
 
 
-@pytest.mark.parametrize(("operands", "output", "routing"), fused_cases())
+@pytest.mark.parametrize(("operands", "output", "routing"), list(fused_cases()))
 def test_one_kernel_has_the_bits_of_the_product_and_the_activation(interpreter, operands, output, routing):
     rules = get_format(output).rules if output else ("",)
     for number, cut in enumerate(CUTS):

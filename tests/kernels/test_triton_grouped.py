@@ -141,7 +141,7 @@ def cuts():
             yield pytest.param(scheme, blocking, marks=marks, id=f"{scheme}-{blocking}")
 
 
-@pytest.mark.parametrize(("scheme", "blocking"), cuts())
+@pytest.mark.parametrize(("scheme", "blocking"), list(cuts()))
 def test_every_way_to_cut_the_work(interpreter, scheme, blocking):
     slot = SCHEMES[scheme].moe
     x, stack = torch.randn(75, 200).bfloat16(), stack_of(torch.randn(3, 150, 200), slot.weight, torch.randn(3, 150))
