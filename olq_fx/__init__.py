@@ -21,7 +21,7 @@ if typing.TYPE_CHECKING:
     from olq_fx.kernels.tuned_tables import TunedTable, use_tuned
     from olq_fx.plan import Plan, plan_for
     from olq_fx.plan_diff import PlanDiff, diff_plans
-    from olq_fx.quantize import dequantize_, quantize_
+    from olq_fx.quantize import dequantize_, finalize, quantize_
     from olq_fx.report import Report
 else:
     # Imported on first use: together they take as long as all the rest. The operators are there from the start.
@@ -35,6 +35,7 @@ else:
         "compare": "comparison",
         "dequantize_": "quantize",
         "diff_plans": "plan_diff",
+        "finalize": "quantize",
         "plan_for": "plan",
         "quantize_": "quantize",
         "use_tuned": "kernels.tuned_tables",
@@ -69,6 +70,7 @@ __all__ = [
     "compare",
     "dequantize_",
     "diff_plans",
+    "finalize",
     "plan_for",
     "quantize_",
     "use_tuned",

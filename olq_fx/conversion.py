@@ -182,6 +182,15 @@ def dequantize_(model: nn.Module) -> None:
                 state.detach(module)
 
 
+def converted_weights_of(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """The converted and pending weights of a model, each once, by the first of its paths."""
+    found: dict[int, tuple[str, QuantizedWeight]] = {}
+    for path, module in model.named_modules():
+        for leaf, weight in state.converted_weights(module).items():
+            found.setdefault(id(weight), (f"{path}.{leaf}" if path else leaf, weight))
+    return dict(found.values())
+
+
 def _holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """For each converted weight, the modules that hold it and its name there."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}

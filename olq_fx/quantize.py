@@ -1,4 +1,5 @@
-"""`quantize_`: convert the weights of a model in place, and `dequantize_`, which undoes it."""
+"""`quantize_`: convert the weights of a model in place, `finalize`, which asks whether all have their data, and
+`dequantize_`, which undoes it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ from olq_fx.candidates import Candidate, candidates_of, combine
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.configuration_values import INHERIT
 from olq_fx.conversion import dequantize_ as _dequantize
-from olq_fx.errors import ConfigurationError, ConfigurationTypeError, shown
+from olq_fx.errors import ConfigurationError, ConfigurationTypeError, PendingWeightError, shown
 from olq_fx.plan import plan_for
 from olq_fx.report import Report
+from olq_fx.weights import QuantizedWeight, missing, settle
 
 
 def quantize_(
@@ -72,6 +74,32 @@ def dequantize_(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     _dequantize(_original_module(model))
+
+
+def finalize(model: nn.Module) -> None:
+    """Say that loading is over: every planned weight must have its data by now.
+
+    Raises:
+        PendingWeightError: some have not; all are listed, each with how many of its values are missing. They stay as
+            they are: what is missing may be loaded later.
+        ConfigurationTypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
+    waiting = conversion.converted_weights_of(_original_module(model))
+    for weight in waiting.values():
+        settle(weight)
+    listed = [f"{path} ({_missing(weight)})" for path, weight in waiting.items() if weight.pending is not None]
+    if listed:
+        raise PendingWeightError(
+            f"{len(listed)} of {len(waiting)} planned weights have no data yet: {', '.join(listed)}; load them with "
+            "load_, load_state_dict or copy_"
+        )
+
+
+def _missing(weight: QuantizedWeight) -> str:
+    count = missing(weight)
+    return "all" if count == weight.numel() else f"{count} of {weight.numel()} values"
 
 
 def _original_module(model: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@
         .dequantize(dtype=None)             a plain tensor of the weight's shape
         .pending, .path, .was_trainable, .stored_bytes, .reduction_size
     fill(weight, values)                    give a pending weight its data
+    missing(weight)                         how many values have not arrived
     quantize_weight(values, spec)           convert a plain tensor: the parts, wrapped
     QuantizedWeight.__olq_fx_quantized__    true, for code that must not import this module
 
@@ -16,7 +17,8 @@ What works on one, in eager mode, under autocast, in inference mode, and traced 
   along the other axis is refused outside a backward pass.
 - t, transpose, detach, alias, view (broadcasting only), expand; rows by slice, chunk, split, select.
 - clone, deepcopy, pickle, `.to`, `.half()`: codes and scales keep their dtype, only the nominal dtype changes.
-- `copy_` and `.data =` of original-precision values: converted into the same storage.
+- `copy_` and `.data =` of original-precision values: converted into the same storage; of a pending weight also into any
+  view of it, in any order: it converts with the last value.
 - embedding, index_select, integer indexing: dequantized rows, only those asked for.
 - statistics and comparisons (norm, sum, mean, max, ==, ...): of the dequantized values.
 
@@ -31,10 +33,10 @@ Everything else raises UnsupportedError with the weight's name: arithmetic would
 import torch
 from torch import Tensor
 
-from olq_fx import weights_experts  # noqa: F401 (it says what operators do on experts)
+from olq_fx import weights_experts, weights_functions, weights_pieces  # noqa: F401 (they say what is done with weights)
+from olq_fx.weights_arrival import become, fill, missing, settle
 from olq_fx.weights_aten import FLOATING
 from olq_fx.weights_encoding import encode, without_values
-from olq_fx.weights_functions import become, fill
 from olq_fx.weights_stack import QuantizedStack
 from olq_fx.weights_tensor import Pending, QuantizedWeight, WeightSpec
 
@@ -46,8 +48,10 @@ __all__ = [
     "WeightSpec",
     "become",
     "fill",
+    "missing",
     "pending_weight",
     "quantize_weight",
+    "settle",
 ]
 
 

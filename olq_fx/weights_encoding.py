@@ -2,6 +2,7 @@
 
     without_values(spec, size) -> Parts              on meta
     encode(values, spec, device) -> Parts
+    empty_parts_of(spec, size, device) -> Parts
     encode_into(parts, values, spec)                 into existing storage; the bytes equal those of `encode`
     check_values(values, label)                      refuses NaN, Inf and other dtypes, reading once and keeping nothing
     count_nonfinite(values) -> int
@@ -22,10 +23,11 @@ from olq_fx.weights_tensor import WeightSpec
 
 def without_values(spec: WeightSpec, size: Sequence[int]) -> Parts:
     """The parts of a weight of this size, on meta."""
-    return _empty(spec, size, torch.device("meta"))
+    return empty_parts_of(spec, size, torch.device("meta"))
 
 
-def _empty(spec: WeightSpec, size: Sequence[int], device: torch.device) -> Parts:
+def empty_parts_of(spec: WeightSpec, size: Sequence[int], device: torch.device) -> Parts:
+    """The parts of a weight of this size, without values."""
     *leading, first, second = size
     n, k = (second, first) if spec.transposed else (first, second)
     if not leading:
@@ -39,7 +41,7 @@ def encode(values: Tensor, spec: WeightSpec, device: torch.device) -> Parts:
     """The parts of `values`, of any floating dtype and strides, on `device`."""
     if values.dim() == 2:
         return panels.convert(values.t() if spec.transposed else values, spec.format, spec.weight_rule, device)
-    parts = _empty(spec, values.shape, device)
+    parts = empty_parts_of(spec, values.shape, device)
     encode_into(parts, values, spec)
     return parts
 
@@ -60,10 +62,11 @@ def _matrices(parts: Parts, values: Tensor, spec: WeightSpec) -> Iterator[tuple[
         n = matrix.shape[0] // spec.shards
         for shard in range(spec.shards):
             rows = matrix[shard :: spec.shards] if spec.interleaved else matrix[shard * n : (shard + 1) * n]
-            yield tuple(_of_shard(part[index], shard, spec.shards) for part in parts), rows
+            yield tuple(of_shard(part[index], shard, spec.shards) for part in parts), rows
 
 
-def _of_shard(part: Tensor, shard: int, shards: int) -> Tensor:
+def of_shard(part: Tensor, shard: int, shards: int) -> Tensor:
+    """The rows of one shard, of a part of one matrix."""
     rows = part.shape[0] // shards
     return part[shard * rows : (shard + 1) * rows]
 

@@ -7,8 +7,6 @@
 """
 
 import dataclasses
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +16,8 @@ from torch.nn import functional
 
 from olq_fx import torch_private
 from olq_fx import weights_expert_functions as experts
-from olq_fx.errors import PendingWeightError, UnsupportedError
-from olq_fx.weights_encoding import check_values, encode
+from olq_fx.errors import UnsupportedError
+from olq_fx.weights_arrival import arrive, fill
 from olq_fx.weights_products import along_k
 from olq_fx.weights_stack import QuantizedStack
 from olq_fx.weights_tensor import OWN_ATTRIBUTES, QuantizedWeight, overrides, root_of
@@ -204,71 +202,16 @@ def _spell_out(term: str, rank: int) -> list[str]:
 
 @overrides(Tensor.copy_)
 def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Fill a pending weight; any other copy is one of storage."""
+    """Give values to a pending weight; any other copy is one of storage."""
     if isinstance(target, QuantizedWeight) and target.pending is not None:
-        fill(target, source)
+        root = root_of(target)
+        if source.shape == target.shape or root.pending is None:
+            fill(target, source)
+        else:
+            arrive(root, torch.empty_strided(root.shape, root.stride(), device="meta"), source)
         return target
     result: Tensor = func(target, source, non_blocking)
     return result
-
-
-def fill(weight: QuantizedWeight, source: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Convert `source` into a pending weight, which from then on has data.
-
-    The tensor object stays the same, so every module that holds it sees the data.
-
-    Args:
-        weight: a pending weight, or an alias of one (`parameter.data`).
-        source: the whole matrix; what is on meta changes nothing.
-        dtype: nominal dtype from then on; by default unchanged.
-
-    Raises:
-        ConversionError: see `olq_fx.weights_encoding.check_values`.
-        UnsupportedError: `source` is not the whole matrix, or `weight` a view of it (torch would not let go of it).
-    """
-    pending, root = weight.pending, root_of(weight)
-    assert pending is not None
-    if source.is_meta:
-        return
-    if weight.spec != root.spec or source.shape != root.shape:
-        raise UnsupportedError(
-            f"'{pending.path}' takes its first values all at once, {tuple(root.shape)} into the parameter itself, not "
-            f"{tuple(source.shape)} into a view of it"
-        )
-    if root.pending is None:
-        root.copy_(source)
-        return
-    device = source.device if root.device.type == "meta" else root.device
-    if isinstance(source, QuantizedWeight):
-        target = root.like(
-            parts=[torch.empty_like(part, device=device) for part in source.parts], dtype=dtype, pending=None
-        )
-        target.copy_(source)
-    else:
-        check_values(source, f"'{pending.path}'")
-        parts = encode(source.detach(), root.spec, device)
-        target = root.like(parts=parts, dtype=dtype, pending=None)
-    become(root, target)
-
-
-_swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
-
-
-def become(weight: QuantizedWeight, other: QuantizedWeight) -> None:
-    """Give the object `weight` the content of `other`, for everyone who holds it.
-
-    Raises:
-        PendingWeightError: somebody holds a weak reference to it or a graph of autograd refers to it, so that torch
-            refuses.
-    """
-    other.requires_grad_(weight.requires_grad)
-    other.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in OWN_ATTRIBUTES})
-    try:
-        if weakref.getweakrefs(weight):
-            gc.collect()  # what a failed or finished compilation has left behind
-        _swap(weight, other)
-    except RuntimeError as error:
-        raise PendingWeightError(f"{weight.label} cannot be given data while it is in use: {error}") from error
 
 
 @overrides(Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -280,6 +223,8 @@ def _set_data(func: Any, weight: QuantizedWeight, value: Tensor) -> None:
         func(weight, value)
         for name in (OWN_ATTRIBUTES - {"path", "was_trainable"}) & value.__dict__.keys():
             setattr(weight, name, getattr(value, name))
+        if value.pending is None:
+            weight.__dict__.pop("arrival", None)
         return
     with torch.no_grad():
         _copy_(Tensor.copy_, weight, value)

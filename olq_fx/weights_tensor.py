@@ -120,6 +120,7 @@ class QuantizedWeight(torch.Tensor):
         path: the parameter's path for messages, "" if unknown. No part of the metadata: repeated blocks stay equal.
         was_trainable: whether the original required a gradient; `dequantize_` gives that back.
         root: of an alias of a pending weight (`weight.data`), the weight itself, which is what data must reach.
+        arrival: of a pending weight, the values that have arrived of it, if some have (`olq_fx.weights_arrival`).
     """
 
     __olq_fx_quantized__: ClassVar[bool] = True
@@ -135,6 +136,7 @@ class QuantizedWeight(torch.Tensor):
     path: str
     was_trainable: bool
     root: "QuantizedWeight | None"
+    arrival: Any = None
 
     @staticmethod
     def __new__(
@@ -252,8 +254,10 @@ class QuantizedWeight(torch.Tensor):
             PendingWeightError: it has none; the message names it.
         """
         if self.pending is not None:
+            arrival = root_of(self).arrival
+            some = "" if arrival is None else f" ({arrival.missing} of {self.numel()} values are missing)"
             raise PendingWeightError(
-                f"{self.label} is planned for {self.spec.weight} but has no data yet: load it with "
+                f"{self.label} is planned for {self.spec.weight} but has no data yet{some}: load it with "
                 "load_state_dict or copy_ before it is used"
             )
         return self
@@ -312,7 +316,7 @@ class QuantizedWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle plain tensors, float8 ones as bytes (plain pickle of float8 fails in some versions of torch)."""
-        parts = tuple(_as_bytes(part) for part in self.parts)
+        parts = tuple(as_bytes(part) for part in self.parts)
         arguments = (self.spec, self.dtype, tuple(self.shape), self.stride(), self.pending)
         extra = _extra_attributes(self, {})
         return _rebuild, (parts, *arguments, self.requires_grad, self.path, self.was_trainable, extra, type(self))
@@ -404,7 +408,8 @@ def _written_by(func: Any, args: Sequence[Any]) -> list[QuantizedWeight]:
     return _weights_in([value for value, argument in named if argument.alias_info and argument.alias_info.is_write])
 
 
-def _as_bytes(part: Tensor) -> tuple[Tensor, torch.dtype]:
+def as_bytes(part: Tensor) -> tuple[Tensor, torch.dtype]:
+    """A part as plain pickle can take it, and its dtype."""
     return part.view(torch.uint8) if part.dtype.itemsize == 1 else part, part.dtype
 
 
