@@ -148,6 +148,35 @@ def check_fully_shard(rank: int, scheme: str) -> None:
     assert local(model.up.weight).shape == (INNER // 2, K)
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 96, generator=torch.Generator().manual_seed(4)))
+        self.down_proj = nn.Parameter(torch.randn(4, 96, 32, generator=torch.Generator().manual_seed(5)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.bmm(x, self.gate_up_proj.mT).chunk(2, -1)
+        return torch.bmm(nn.functional.silu(gate) * up, self.down_proj.mT)
+
+
+def check_pieces_of_experts(rank: int) -> None:
+    whole, model = nn.ModuleDict({"experts": Experts()}), nn.ModuleDict({"experts": Experts()})
+    for one in (whole, model):
+        olq_fx.quantize_(one, "fp8_per_block")
+    fully_shard(model["experts"])
+    assert local(model["experts"].gate_up_proj).shape == (2, 64, 96)
+    x = torch.randn(4, 3, 96)
+    assert_same_bits(model["experts"](x).detach(), whole["experts"](x).detach())
+
+
+def check_compiled(rank: int) -> None:
+    for backend in ("eager", "aot_eager"):
+        model, _ = parallel(mlp())
+        olq_fx.quantize_(model, "int8")
+        x = torch.randn(3, K)
+        assert_same_bits(torch.compile(model, backend=backend)(x).detach(), model(x).detach())
+
+
 def check_adapters_train_beside_pieces(rank: int) -> None:
     model = nn.Sequential(nn.Linear(K, K), mlp())
     olq_fx.quantize_(model, {"linear": "fp8_per_block", "ignore": ["0"]})
@@ -250,6 +279,8 @@ def _all(rank: int, folder: str, schemes: tuple[str, ...]) -> None:
         check_fully_shard(rank, scheme)
     check_illegal_cuts(rank)
     check_copies_and_experts(rank)
+    check_pieces_of_experts(rank)
+    check_compiled(rank)
     check_adapters_train_beside_pieces(rank)
     check_what_fully_shard_refuses(rank)
     for scheme in schemes[-2:]:
