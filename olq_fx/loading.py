@@ -122,7 +122,7 @@ def load_(
     opening = opened(source, root)
     job = _Job(root, opening, _options(root, device, dtype, offload), strict=strict)
     job.check(device=None if device is None else torch.device(device))
-    with progress_bar(progress) as bar, torch.no_grad(), torch.inference_mode(False):
+    with progress_bar(progress) as bar, torch.inference_mode(False), torch.no_grad():
         job.run(bar)
     return job.report(time.perf_counter() - begun)
 
@@ -215,9 +215,9 @@ class _Job:
                 bar.advance()
             self._end()
         except OlqFxError as error:
-            raise type(error)(f"{error}. {self._how_far()}") from error
+            raise type(error)(f"{error}; {self._how_far()}") from error
         except Exception as error:
-            raise InterruptedLoadError(f"{type(error).__name__}: {error}. {self._how_far()}") from error
+            raise InterruptedLoadError(f"{type(error).__name__}: {error}; {self._how_far()}") from error
         except BaseException as error:
             note(error, self._how_far())
             raise
@@ -286,7 +286,7 @@ class _Job:
         without = [f"'{slot.name}'" for slot in dict.fromkeys(self.slots.values()) if not slot.has_storage]
         rest = f"without values are {listed(without, len(without))}" if without else "nothing is without values"
         return (
-            f"Loading stopped after {self._done} tensors: every parameter has all its old values, all its new ones or "
+            f"loading stopped after {self._done} tensors: every parameter has all its old values, all its new ones or "
             f"none, and {rest}; load_ again goes on"
         )
 
