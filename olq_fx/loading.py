@@ -8,6 +8,7 @@ thread brings the next one into memory, and none is held any longer.
 import concurrent.futures
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -23,6 +24,7 @@ from olq_fx.errors import (
     OlqFxError,
     shown,
 )
+from olq_fx.loading_foreign import regrouped
 from olq_fx.loading_names import Naming
 from olq_fx.loading_plan import Planner, Step, listed
 from olq_fx.loading_slots import Filling, Slot, bare_buffers, obstacle, slots_of
@@ -42,6 +44,9 @@ class LoadReport:
         converted: the quantized weights that were given values, by their paths.
         loaded: the other parameters and buffers that were.
         recomputed: buffers that no source brings, which the model's own code has computed.
+        taken: weights that were quantized already, each with its format: codes and scales are taken as they are. Those
+            that have no format here were dequantized; instead of a format they have the reason.
+        left_out: tensors that are not needed, such as scales of activations.
         missing: what got no values, or not all (with `strict=False`).
         unexpected: tensors of the source that the model has no place for (with `strict=False`).
         bytes_read: bytes of the tensors that were read.
@@ -52,6 +57,8 @@ class LoadReport:
     converted: tuple[str, ...]
     loaded: tuple[str, ...]
     recomputed: tuple[str, ...]
+    taken: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     bytes_read: int
@@ -65,7 +72,14 @@ class LoadReport:
             f"{len(self.converted)} weights converted, {len(self.loaded)} tensors loaded as they are, "
             f"{len(self.recomputed)} buffers computed",
         ]
-        for what, names in (("without values", self.missing), ("not expected", self.unexpected)):
+        if self.taken:
+            formats = ", ".join(f"{count} in {name}" for name, count in Counter(how for _, how in self.taken).items())
+            lines.append(f"quantized by others already: {formats}")
+        for what, names in (
+            ("left out", self.left_out),
+            ("without values", self.missing),
+            ("not expected", self.unexpected),
+        ):
             if names:
                 lines.append(f"{what}: {listed(names[:_SHOWN], len(names))}")
         return "\n".join(lines)
@@ -140,6 +154,10 @@ class _Job:
         self.slots, self.filling = slots_of(model), filling
         naming = loading_transformers.naming_of(model, self.slots, source.tensors)
         self._naming = Naming(self.slots) if naming is None else naming
+        found = regrouped(source.tensors, model, self.slots, self._naming, source.label)
+        self._taken, self._left_out = found.taken, found.left_out
+        source = dataclasses.replace(source, tensors=found.tensors)
+        self._source = source
         self._planner = Planner(self.slots, self._naming)
         self._bare = list(dict.fromkeys(bare_buffers(model).values()))
         self._steps = [step for tensor in source.tensors for step in self._planner.add(tensor)]
@@ -299,6 +317,8 @@ class _Job:
             converted=tuple(slot.name for slot in filled if slot.weight is not None),
             loaded=tuple(slot.name for slot in filled if slot.weight is None),
             recomputed=tuple(slot.name for slot in self._recomputed),
+            taken=self._taken,
+            left_out=self._left_out,
             missing=tuple(slot.name for slot in absent),
             unexpected=tuple(tensor.name for tensor in self._planner.unexpected),
             bytes_read=self._read,

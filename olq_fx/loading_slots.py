@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from olq_fx import torch_private
+from olq_fx import state, torch_private
 from olq_fx.errors import LoadError
-from olq_fx.weights import Pending, QuantizedWeight, become, fill, settle
+from olq_fx.expert_layouts import layout_of
+from olq_fx.weights import Pending, QuantizedWeight, become, fill, pending_weight, settle
 from olq_fx.weights_encoding import check_values, encode
 
 Place = Callable[[Tensor], Tensor]
@@ -136,6 +137,9 @@ class Filling:
             ConversionError: the weight cannot be converted (NaN, say).
         """
         weight = slot.weight
+        if isinstance(values, QuantizedWeight):
+            self._put_quantized(slot, place, values)
+            return
         if place is not None and (weight is None or weight.pending is None):
             whole = self._gather(slot, place, values)
             if whole is None:
@@ -147,6 +151,38 @@ class Filling:
             self._refresh(weight, values)
         else:
             self._convert(weight, place, values)
+
+    def _put_quantized(self, slot: Slot, place: Place | None, values: QuantizedWeight) -> None:
+        """Give a place a weight that was quantized by others: codes and scales as they are."""
+        near = values.to(self.device)
+        assert isinstance(near, QuantizedWeight)
+        if place is None and slot.weight is None:
+            self._install(slot, near)
+            return
+        weight = slot.weight
+        if weight is None:
+            module, leaf = slot.sites[0]
+            layout = layout_of(module, leaf, slot.tensor)
+            spec = dataclasses.replace(near.spec, transposed=layout is not None and layout.transposed)
+            self._install(slot, pending_weight(slot.tensor, spec, Pending(slot.name, self.device)))
+            weight = slot.weight
+        assert weight is not None
+        if weight.pending is None:
+            self.put(slot, place, near.dequantize()) if place is not None else weight.copy_(near)
+        elif place is None:
+            fill(weight, near)
+        else:
+            place(weight).copy_(near)
+            settle(weight)
+
+    def _install(self, slot: Slot, weight: QuantizedWeight) -> None:
+        tensor = slot.tensor
+        dtype = self._dtype_for(tensor)
+        parameter: Any = nn.Parameter(weight.like(dtype=dtype, size=tensor.shape, stride=tensor.stride()), False)
+        parameter.path, parameter.was_trainable = slot.name, tensor.requires_grad
+        slot.install(parameter)
+        for module, _ in slot.sites:
+            state.attach(module)
 
     def differs(self, slot: Slot, values: Tensor) -> bool:
         """Whether a place that was given values would become another one by these."""
