@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from olq_fx import foreign
-from olq_fx.configuration import QuantizationConfig
 from olq_fx.declared import Declaration, declaration_of
 from olq_fx.errors import LoadError
 from olq_fx.expert_layouts import layout_of
@@ -25,6 +24,7 @@ from olq_fx.formats import get_format
 from olq_fx.loading_names import Naming, Piece, Whole
 from olq_fx.loading_slots import Slot
 from olq_fx.loading_stored import StoredTensor
+from olq_fx.schemes import SCHEMES
 from olq_fx.weights import QuantizedStack, QuantizedWeight, WeightSpec
 
 
@@ -136,9 +136,17 @@ class _Reader:
             dtype=self._dtype(),
             file=first.file,
             read=self._read,
-            touch=lambda: [tensor.touch() for tensor in self._tensors.values()] and None,
-            release=lambda: [tensor.release() for tensor in self._tensors.values()] and None,
+            touch=self._touch,
+            release=self._release,
         )
+
+    def _touch(self) -> None:
+        for tensor in self._tensors.values():
+            tensor.touch()
+
+    def _release(self) -> None:
+        for tensor in self._tensors.values():
+            tensor.release()
 
     def _transposed(self) -> bool:
         if self._slot is None or not self._is_whole or len(self._weight.shape) != 3:
@@ -203,5 +211,5 @@ def _activation(default: str, declared: Declaration | None) -> str:
     """The activation format of a weight: none where all that the checkpoint declares has none."""
     if declared is None or not declared.schemes:
         return default
-    weight_only = any(QuantizationConfig.parse(scheme).linear.activation is None for scheme in declared.schemes)
+    weight_only = any(SCHEMES[scheme].linear.activation is None for scheme in declared.schemes)
     return "" if weight_only else default
