@@ -1,7 +1,7 @@
 """Speed of `olq_fx.load_` on a synthetic Llama in bfloat16, against the slower of its two halves, and torchao.
 
-The halves are reading the file and converting the tensors in memory; torchao's `quantize_` comes after an ordinary load.
-The file is in the page cache, or (cold) taken out of it before each run.
+The halves are reading the file and converting the tensors in memory; torchao's `quantize_` comes after an ordinary
+load. The file is in the page cache, or (cold) taken out of it before each run.
 """
 
 import argparse
