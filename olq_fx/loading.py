@@ -165,6 +165,7 @@ class _Job:
             if not slot.has_storage
             and slot not in missing
             and slot not in self._planner.twins
+            and slot not in self._planner.refused
             and not self._planner.complete(slot)
         ]
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.conversion_mapping as conversion_mapping
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import olq_fx
+from olq_fx import loading_transformers
 from olq_fx.errors import InterruptedLoadError, LoadError
 from olq_fx.loading_transformers import TransformersNaming
 from olq_fx.testing import assert_same_bits, record_allocations
@@ -219,9 +221,9 @@ def test_other_conversions_of_transformers():
 
 def naming(patch: pytest.MonkeyPatch, rules: list[Any]) -> None:
     """Let a model that is none of transformers' have rules."""
-    patch.setattr("transformers.conversion_mapping.get_model_conversion_mapping", lambda model: rules)
-    patch.setattr("olq_fx.loading_transformers._ignored", lambda model: (lambda name: False, lambda name: False))
-    patch.setattr("olq_fx.loading_transformers.naming_of", TransformersNaming)
+    patch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: rules)
+    patch.setattr(loading_transformers, "_ignored", lambda model: (lambda name: False, lambda name: False))
+    patch.setattr(loading_transformers, "naming_of", TransformersNaming)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "shard"])
