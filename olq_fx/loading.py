@@ -135,7 +135,7 @@ def load_(
     begun = time.perf_counter()
     opening = opened(source, root)
     job = _Job(root, opening, _options(root, device, dtype, offload), strict=strict)
-    job.check(device=None if device is None else torch.device(device))
+    job.check(moved=device is not None)
     with progress_bar(progress) as bar, torch.inference_mode(False), torch.no_grad():
         job.run(bar)
     return job.report(time.perf_counter() - begun)
@@ -183,21 +183,22 @@ class _Job:
             if not slot.has_storage
             and slot not in missing
             and slot not in self._planner.twins
+            and slot not in self._planner.refused
             and not self._planner.complete(slot)
         ]
 
-    def check(self, device: torch.device | None) -> None:
+    def check(self, *, moved: bool) -> None:
         """Refuse what does not fit, while the model is as it was.
 
         Args:
-            device: that was asked for.
+            moved: whether a device was asked for, on which everything must be then.
 
         Raises:
             LoadError: with all that was found.
         """
         found = list(self._planner.problems)
         for slot in dict.fromkeys(self.slots.values()):
-            if reason := obstacle(slot, self.filling, device):
+            if reason := obstacle(slot, self.filling, moved=moved):
                 found.append(f"'{slot.name}': {reason}")
         if self._strict:
             if self._planner.unexpected:
@@ -370,8 +371,9 @@ def _usable(argument: str, device: torch.device | str) -> torch.device:
 
 def _usual_device(slots: Iterable[Slot]) -> torch.device:
     """Where a model has its storage, or will have it."""
-    found = sorted({slot.tensor.device for slot in slots if not slot.tensor.is_meta}, key=str)
-    if len(found) > 1 and any(slot.tensor.is_meta for slot in slots):
+    places = {slot.tensor.device for slot in slots}
+    found = sorted({torch.empty(0, device=place).device for place in places if place.type != "meta"}, key=str)
+    if len(found) > 1 and len(places) > len(found):
         raise ConfigurationError(
             f"device: the model has storage on {' and '.join(map(str, found))}: say where the rest goes"
         )

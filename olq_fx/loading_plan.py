@@ -2,7 +2,7 @@
 
 planner = Planner(slots, naming)
 steps = [*planner.add(tensor), ..., *planner.finish()]
-planner.problems, .unexpected, .missing(), .twins
+planner.problems, .unexpected, .missing(), .refused, .twins
 """
 
 import dataclasses
@@ -60,6 +60,7 @@ class Planner:
     Attributes:
         problems: what does not fit, each a sentence.
         unexpected: the tensors that have no place.
+        refused: places with tensors that do not fit.
         twins: places that take the values of others, which are tied to them but another parameter.
     """
 
@@ -72,6 +73,7 @@ class Planner:
         self._seen: dict[str, StoredTensor] = {}
         self._taken: dict[Slot, dict[tuple[str, int], StoredTensor]] = {}
         self._left: dict[Slot, int] = {}
+        self.refused: set[Slot] = set()
         self._siblings: dict[Slot, dict[str, int]] = {}
         self._groups: dict[str, tuple[Together, list[StoredTensor]]] = {}
 
@@ -124,6 +126,8 @@ class Planner:
         found = {}
         for slot in self._all():
             tensors = self._taken.get(slot)
+            if slot in self.refused:
+                continue
             if tensors is None and slot not in self.twins and not any(map(self._naming.may_miss, slot.names)):
                 found[slot] = f"'{slot.name}'"
             elif tensors is not None and self._left[slot]:
@@ -185,6 +189,8 @@ class Planner:
             self.problems.append(f"{named} cannot be converted for this model: {type(error).__name__}: {error}")
             return []
         problems = [f"{named}: {problem}" for problem in map(_misfit, deliveries) if problem]
+        if problems:
+            self.refused.update(delivery.slot for delivery in deliveries)
         again = [self._take(delivery, inputs[0], key) for delivery in deliveries] if not problems else []
         self.problems += problems
         return [Step(inputs, deliver, any(again))] if not problems and None not in again else []

@@ -260,12 +260,17 @@ class Filling:
             become(weight, weight.like(dtype=self.dtype))
 
 
-def obstacle(slot: Slot, filling: Filling, device: torch.device | None) -> str:
-    """Why a place cannot be filled, whatever with; "" if nothing speaks against it."""
+def obstacle(slot: Slot, filling: Filling, *, moved: bool) -> str:
+    """Why a place cannot be filled, whatever with; "" if nothing speaks against it.
+
+    Args:
+        slot: the place.
+        filling: how it would be.
+        moved: whether its values must be on the device of `filling` afterwards.
+    """
     tensor, weight = slot.tensor, slot.weight
     if weight is None and tensor.is_meta and torch_private.is_traceable_wrapper_subclass(tensor):
         return f"it is a {type(tensor).__name__} on meta, whose parts cannot be loaded"
-    kept = tensor.device if weight is None or weight.pending is None else None
-    if slot.has_storage and device is not None and kept not in (device, filling.offload):
-        return f"it has storage on {kept}, not on {device}: move the model first, or leave device out"
+    if slot.has_storage and moved and tensor.device not in (filling.device, filling.offload):
+        return f"it has storage on {tensor.device}, not on {filling.device}: move the model first, or leave device out"
     return ""

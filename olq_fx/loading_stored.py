@@ -179,8 +179,8 @@ def pickled(path: Path | str) -> LoadError:
     """The error for a file that would have to be unpickled."""
     return LoadError(
         f"{path} is a pickled file, which can run any code when it is read, and is never opened here. Fetch the "
-        "model's safetensors files; or, where you trust it, pass the state dict that torch.load(FILE, weights_only=True, "
-        "mmap=True) gives, or write that with safetensors.torch.save_file"
+        "model's safetensors files; or, where you trust it, pass the state dict of torch.load(FILE, weights_only=True, "
+        "mmap=True), or write that with safetensors.torch.save_file"
     )
 
 
