@@ -25,6 +25,9 @@ from olq_fx.schemes import SCHEMES, canonical
 KEYS = ("quantization_config", "compression_config")
 """Where a configuration declares a method."""
 
+OWN = "olq_fx"
+"""The method of this library. It declares nothing: what is quantized by it, the weights of the model say themselves."""
+
 _SKIPPED = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
     "llm_int8_skip_modules",
@@ -142,7 +145,7 @@ def declarations(places: Iterable[Place]) -> dict[str, Declaration]:
             continue
         seen.add(id(config))
         declared = _declared(config)
-        if declared is not None:
+        if declared is not None and str(getattr(method := declared.get("quant_method"), "value", method)) != OWN:
             found[place.path] = _read(place.path, declared)
     return found
 

@@ -1,0 +1,119 @@
+"""A model between its plan and its last weight, as the loaders of transformers and diffusers treat it.
+
+    weight_at(model, path) -> QuantizedWeight | None
+    single_device(device_map) -> torch.device | None
+    largest_weight(plan) -> int                  bytes of the largest planned weight in original precision
+    Planned(model, plan).complete(model, report, initialize)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from olq_fx import conversion
+from olq_fx.plan import Plan, PlanRow
+from olq_fx.report import Report
+from olq_fx.weights import QuantizedWeight
+
+_INITIALIZED = "_is_hf_initialized"
+"""The mark that transformers sets on modules and parameters that need no initial values."""
+
+
+def weight_at(model: nn.Module, path: str) -> QuantizedWeight | None:
+    """The converted or pending weight with this path, if there is one."""
+    module_path, _, leaf = path.rpartition(".")
+    try:
+        module = model.get_submodule(module_path)
+    except AttributeError:
+        return None
+    weight: Any = module._parameters.get(leaf)
+    return weight if isinstance(weight, QuantizedWeight) else None
+
+
+def single_device(device_map: Any) -> torch.device | None:
+    """The device of a device map that has one, else None."""
+    if isinstance(device_map, dict):
+        if len(set(map(str, device_map.values()))) != 1:
+            return None
+        device_map = next(iter(device_map.values()))
+    if device_map is None or device_map in ("auto", "balanced", "balanced_low_0", "sequential", "disk"):
+        return None
+    return torch.device(device_map)
+
+
+def largest_weight(plan: Plan) -> int:
+    """Bytes of the largest planned weight in original precision."""
+    return max((row.bytes_before for row in plan.rows if row.decision == "quantize"), default=0)
+
+
+class Planned:
+    """A model whose planned weights are pending.
+
+    transformers gives every parameter that no file has random values, in place. A pending weight takes none: its module
+    is marked as done until the end, when those that are still pending become plain, get their values and are converted.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        """Mark the modules."""
+        self._rows = [row for row in plan.rows if row.decision == "quantize"]
+        self._marked = [
+            module
+            for module in {id(module): module for row in self._rows for module, _ in _sites(model, row)}.values()
+            if _INITIALIZED not in vars(module)
+        ]
+        for module in self._marked:
+            setattr(module, _INITIALIZED, True)
+
+    def complete(self, model: nn.Module, report: Report, initialize: Callable[[], object]) -> None:
+        """See that every planned weight is converted.
+
+        Args:
+            model: loaded.
+            report: gets the status of every row.
+            initialize: gives all parameters without the mark their initial values.
+        """
+        for module in self._marked:
+            delattr(module, _INITIALIZED)
+        for row in self._rows:
+            if (weight := weight_at(model, row.path)) is not None and weight.pending is not None:
+                _make_plain(model, row, weight)
+        if any(
+            not getattr(parameter, _INITIALIZED, False)
+            for module in self._marked
+            for parameter in module.parameters(recurse=False)
+        ):
+            initialize()
+        for row in self._rows:
+            convert_plain(model, row)
+            report.mark(row.path, "converted")
+
+
+def convert_plain(model: nn.Module, row: PlanRow) -> None:
+    """Convert what a row plans and a loader has put there as a plain tensor, under each name that has one."""
+    for name in row.names:
+        parameter = _parameter(model, name)
+        if not isinstance(parameter, QuantizedWeight):
+            names = tuple(other for other in row.names if _parameter(model, other) is parameter)
+            conversion.convert_row(model, dataclasses.replace(row, path=name, names=names))
+
+
+def _make_plain(model: nn.Module, row: PlanRow, weight: QuantizedWeight) -> None:
+    """Put a plain parameter without values in the place of a pending one."""
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    empty = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
+    parameter = nn.Parameter(empty, requires_grad=row.trainable)
+    for module, leaf in _sites(model, row):
+        if module._parameters[leaf] is weight:
+            module._parameters[leaf] = parameter
+
+
+def _sites(model: nn.Module, row: PlanRow) -> list[tuple[nn.Module, str]]:
+    return [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in row.names]
+
+
+def _parameter(model: nn.Module, path: str) -> Any:
+    module_path, _, leaf = path.rpartition(".")
+    return model.get_submodule(module_path)._parameters[leaf]

@@ -1,0 +1,258 @@
+"""What transformers calls while it loads a model: plan on meta, convert each weight as it comes, save and load back.
+
+transformers builds a model on meta, asks the quantizer to prepare it, and then reads tensor after tensor from mapped
+files. `_process_model_before_weight_loading` makes the planned weights pending; for each of them `FillWeight` gets the
+values (merged and renamed as the model wants them) and converts them. A saved model says in its files what is quantized
+(`olq_fx.integrations.stored`); `TakeParts` gets the parts of each weight and takes them as they are, mapped.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+
+from olq_fx import conversion
+from olq_fx.errors import ConfigurationError
+from olq_fx.integrations import stored
+from olq_fx.integrations.hub_config import QuantMethod
+from olq_fx.integrations.hub_models import Planned, largest_weight, single_device, weight_at
+from olq_fx.integrations.transformers_config import OlqFxConfig
+from olq_fx.plan import plan_for
+from olq_fx.quantize import finalize
+from olq_fx.report import Report
+from olq_fx.weights import QuantizedWeight, fill, quantize_weight
+
+_PATTERNS = ("olq_fx::codes", "olq_fx::scale", "olq_fx::coarse")
+
+
+class FillWeight(ConversionOps):  # type: ignore[misc]
+    """Converts the values of planned weights; others pass as they are."""
+
+    def __init__(self, quantizer: "OlqFxHfQuantizer") -> None:
+        """For the weights of one model."""
+        self.quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(self, input_dict: Mapping[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """The weight in the place of its values, which nothing here refers to afterwards."""
+        found: dict[str, Any] = {}
+        for name, values in input_dict.items():
+            values = values[0] if isinstance(values, list) else values
+            weight = weight_at(model, name)
+            if weight is None:
+                found[name] = values
+            elif values.shape != weight.shape:
+                self.quantizer.unfit.add(name)  # transformers says so, and raises or gives it new values
+                found[name] = values
+            else:
+                found[name] = _filled(weight, values)
+        return found
+
+
+def _filled(weight: QuantizedWeight, values: Tensor) -> Tensor:
+    """The weight with its values; another one where it has others already, from a tensor that it was to be tied to."""
+    if weight.pending is not None:
+        fill(weight, values, values.dtype)
+        return weight
+    other = quantize_weight(values, weight.spec)
+    if all(torch.equal(own, given) for own, given in zip(weight.parts, other.parts, strict=True)):
+        return weight
+    parameter: Any = nn.Parameter(other, requires_grad=False)
+    parameter.path, parameter.was_trainable = weight.path, weight.was_trainable
+    return parameter  # type: ignore[no-any-return]
+
+
+class TakeParts(ConversionOps):  # type: ignore[misc]
+    """Gives a pending weight the parts that were saved of it."""
+
+    def __init__(self, quantizer: "OlqFxHfQuantizer") -> None:
+        """For the weights of one model. transformers casts no tensor for an operation with a `hf_quantizer`."""
+        self.hf_quantizer = quantizer
+
+    def __deepcopy__(self, memo: object) -> "TakeParts":
+        """Itself: transformers copies an operation for each weight."""
+        return self
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: Mapping[str, list[Tensor]], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """The weight, in the place of its parts."""
+        names = self.hf_quantizer.stored[full_layer_name].parts
+        path, _, _ = full_layer_name.rpartition(".")
+        given = {
+            names[_PATTERNS.index(pattern)].removeprefix(f"{path}."): tensors[0]
+            for pattern, tensors in input_dict.items()
+        }
+        model.get_submodule(path).load_state_dict(given, strict=False, assign=True)
+        return {full_layer_name: model.get_parameter(full_layer_name)}
+
+
+class PartsConverter(WeightConverter):  # type: ignore[misc]
+    """Collects the parts of each stored weight; the names are looked up, since patterns would be tried one by one."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: Mapping[str, tuple[str, str]], operation: TakeParts) -> None:
+        """Collect parts.
+
+        Args:
+            names: of each part the path of its weight, and which part it is (one of `_PATTERNS`).
+            operation: what gets them.
+        """
+        super().__init__(list(_PATTERNS), ["olq_fx::weight"], [operation])
+        self.names = names
+
+    def __deepcopy__(self, memo: object) -> "PartsConverter":
+        """One that has collected nothing."""
+        return PartsConverter(self.names, self.operations[0])
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """The weight that a tensor in the files is a part of, and which."""
+        found = self.names.get(source_key)
+        if found is None:
+            return source_key, None
+        self._was_used = True
+        return found
+
+
+class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Quantizes a model of transformers while it is loaded; `model.hf_quantizer`.
+
+    Attributes:
+        report: what was done with every weight.
+        stored: of a model that was saved, its converted weights by their paths.
+        unfit: paths of planned weights whose values have another shape.
+    """
+
+    requires_calibration = False
+    quantization_config: OlqFxConfig
+
+    def __init__(self, quantization_config: OlqFxConfig, **kwargs: Any) -> None:
+        """Made by transformers."""
+        super().__init__(quantization_config, **kwargs)
+        self.report: Report | None = None
+        self.stored: dict[str, stored.StoredWeight] = {}
+        self.unfit: set[str] = set()
+        self._planned: Planned | None = None
+        self._largest = 0
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse to offload.
+
+        Raises:
+            ConfigurationError: the device map puts modules on disk, or on the CPU beside other devices.
+        """
+        if not isinstance(device_map, dict):
+            return
+        devices = {str(device) for device in device_map.values()}
+        for offloaded in ("disk", "cpu"):
+            found = [path for path, device in device_map.items() if str(device) == offloaded]
+            if found and (offloaded == "disk" or devices != {"cpu"}):
+                raise ConfigurationError(
+                    f"device_map puts {', '.join(map(repr, found[:3]))}{' ...' if found[3:] else ''} on {offloaded!r}: "
+                    "weights that are offloaded are exchanged by name in each forward pass, which takes quantized ones "
+                    "apart; give more max_memory, or a format with fewer bits"
+                )
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, device_map: Any = None, **kwargs: Any
+    ) -> Any:
+        """Make the planned weights, or those that were saved, pending."""
+        config = self.quantization_config
+        model.tie_weights(recompute_mapping=False)  # tied weights are one row of the plan
+        if self.pre_quantized:
+            found = stored.read(checkpoint_files or [])
+            stored.install(model, found)
+            self.stored = {weight.names[0]: weight for weight in found}
+            self.report = Report(plan_for(config.config, model, strict=False))
+            return model
+        plan = plan_for(config.config, model, strict=config.strict, device=single_device(device_map))
+        conversion.preflight(model, plan.rows)
+        self.report = Report(plan)
+        conversion.execute(model, plan, self.report)
+        self._largest = largest_weight(plan)
+        self._planned = Planned(model, plan)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Convert what came another way, and give weights that no file had what transformers would give them."""
+        if self._planned is not None:
+            assert self.report is not None
+            self._planned.complete(model, self.report, model.initialize_weights)
+        finalize(model)
+        model._weight_conversions = []  # what is saved has the names of the model
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a tensor is for a planned weight."""
+        return param_name not in self.unfit and weight_at(model, param_name) is not None
+
+    def get_quantize_ops(self) -> FillWeight:
+        """What converts the values of a weight."""
+        return FillWeight(self)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """How names in the files become names of the model; what was saved has those of the model."""
+        if not self.pre_quantized:
+            return weight_conversions
+        names = {
+            part: (path, pattern)
+            for path, weight in self.stored.items()
+            for part, pattern in zip(weight.parts, _PATTERNS, strict=False)
+        }
+        return [PartsConverter(names, TakeParts(self))]
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of a value: `device_map="auto"` counts what the model will take."""
+        if isinstance(param, QuantizedWeight):
+            return param.stored_bytes / max(1, param.numel())
+        return param.element_size()
+
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Keep room on each accelerator for the one weight that is being converted."""
+        return {
+            device: size if device in ("cpu", "disk") else max(0, size - self._largest)
+            for device, size in max_memory.items()
+        }
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What `save_pretrained` writes."""
+        return stored.parts_of(model), stored.describe(model)
+
+    def is_serializable(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters on it are; converted weights are frozen."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """It is."""
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        conversion.dequantize_(model)
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved configuration has names
+        return model if wanted in (None, model.dtype) else model.to(wanted)
+
+
+def register_quantization() -> None:
+    """Tell transformers of the method; a second time changes nothing."""
+    name = QuantMethod.OLQ_FX.value
+    if name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(name)(OlqFxConfig)
+    if name not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(name)(OlqFxHfQuantizer)
