@@ -2,6 +2,9 @@
 
 import json
 import logging
+import select
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +70,7 @@ def saved(hub: Any, tmp_path: Path) -> Callable[..., Path]:
             model = getattr(hub, f"{name}ForCausalLM")(config)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
-        model.save_pretrained(tmp_path / name)
+        model.to(options.get("dtype", torch.float32)).save_pretrained(tmp_path / name)
         return tmp_path / name
 
     return of
@@ -189,7 +192,11 @@ def test_config_json_says_what_was_asked_for_and_is_all_that_loading_needs(load:
     model = load(DENSE, {"linear": "int8", "ignore": ["*.mlp.*"]})
     model.save_pretrained(tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
-    assert about["quantization_config"] == {"quant_method": "olq_fx", "linear": "int8", "ignore": ["*.mlp.*"]}
+    assert about["quantization_config"] == {
+        "quant_method": "olq_fx",
+        "linear": {"weight": "int8_per_channel_static", "activation": "int8_per_token"},
+        "ignore": ["*.mlp.*"],
+    }
     again = load(tmp_path)
     assert_same_model(again, model)
     # What is in the files counts, whatever a plan would say.
@@ -257,7 +264,6 @@ def test_a_weight_that_no_file_has_is_given_random_values_and_converted(load: An
     model, about = load(path, "int8", ignore_mismatched_sizes=True, output_loading_info=True)
     assert MISSING in {*about["missing_keys"], *(key[0] for key in about["mismatched_keys"])}
     assert_same_model(model, expected)
-    assert not [name for name, module in model.named_modules() if "_is_hf_initialized" in vars(module)]
 
 
 def test_a_bias_that_no_file_has_beside_a_weight_that_one_has(load: Any, saved: Any, tmp_path: Path):
@@ -320,7 +326,7 @@ def test_one_device_and_sizes_by_quantized_bytes(load: Any, hub: Any):
     from transformers.integrations.accelerate import compute_module_sizes
 
     plain, model = load(DENSE), load(DENSE, "mxfp4", device_map="auto")
-    assert set(model.hf_device_map.values()) == {"cpu"}
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
     sizes, _ = compute_module_sizes(model, model.hf_quantizer)
     expected = sum(w.stored_bytes if isinstance(w, olq_fx.QuantizedWeight) else w.nbytes for w in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -393,9 +399,6 @@ def test_dequantize_gives_an_ordinary_model_that_saves_as_one(load: Any, tmp_pat
 
 
 def test_importing_the_library_registers_nothing(hub: Any):
-    import subprocess
-    import sys
-
     code = (
         "import sys, olq_fx; assert 'transformers' not in sys.modules; "
         "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as found; assert 'olq_fx' not in found; "
@@ -404,3 +407,55 @@ def test_importing_the_library_registers_nothing(hub: Any):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+CHILD = """
+import json, sys, torch, transformers, olq_fx
+from olq_fx.integrations.transformers import OlqFxConfig
+from olq_fx.testing import live_bytes
+warm, path, scheme = sys.argv[1:]
+load = transformers.AutoModelForCausalLM.from_pretrained
+load(warm, quantization_config=OlqFxConfig(scheme))
+print("ready", flush=True)
+input()
+model = load(path, quantization_config=OlqFxConfig(scheme))
+print(json.dumps([live_bytes(model), len(model.hf_quantizer.report.converted)]), flush=True)
+input()
+"""
+
+
+def anonymous_bytes(pid: int) -> int:
+    """What a process holds that no file backs."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize(
+    ("name", "warm", "sizes"),
+    [
+        ("Llama", DENSE, {"intermediate_size": 4096, "num_hidden_layers": 4}),
+        ("Mixtral", MIXTURE, {"intermediate_size": 512, "num_hidden_layers": 6, "num_local_experts": 6}),
+    ],
+)
+def test_memory_never_holds_the_original(hub: Any, saved: Any, name: str, warm: Path, sizes: dict[str, int]):
+    wide = {"hidden_size": 1024, "head_dim": 128, "num_attention_heads": 8, "dtype": torch.bfloat16}
+    path = saved(name, **wide, **sizes)
+    original = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    command = [sys.executable, "-c", CHILD, str(warm), str(path), "mxfp4"]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True, bufsize=1) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        before = peak = anonymous_bytes(child.pid)
+        child.stdin.write("\n")
+        while not select.select([child.stdout], [], [], 0.005)[0]:
+            peak = max(peak, anonymous_bytes(child.pid))
+        final, converted = json.loads(child.stdout.readline())
+        child.stdin.write("\n")
+    experts = sizes.get("num_local_experts", 1)
+    largest = 4 * (2 if experts > 1 else 1) * experts * sizes["intermediate_size"] * 1024
+    assert converted == (7 if name == "Llama" else 6) * sizes["num_hidden_layers"]
+    assert final + largest + 24 * 2**20 < original
+    print(f"original {original / 1e6:.0f} MB, final {final / 1e6:.0f} MB, peak {(peak - before) / 1e6:.0f} MB")
+    assert peak - before < final + largest + 24 * 2**20

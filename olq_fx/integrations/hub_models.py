@@ -3,11 +3,13 @@
     weight_at(model, path) -> QuantizedWeight | None
     single_device(device_map) -> torch.device | None
     largest_weight(plan) -> int                  bytes of the largest planned weight in original precision
+    tied(model, ties)                            a context in which parameters that will be tied are
     Planned(model, plan).complete(model, report, initialize)
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +49,29 @@ def single_device(device_map: Any) -> torch.device | None:
 def largest_weight(plan: Plan) -> int:
     """Bytes of the largest planned weight in original precision."""
     return max((row.bytes_before for row in plan.rows if row.decision == "quantize"), default=0)
+
+
+@contextlib.contextmanager
+def tied(model: nn.Module, ties: Mapping[str, str]) -> Iterator[None]:
+    """Tie parameters while they are planned, so that they are one row; those that become pending stay tied.
+
+    Args:
+        model: on meta; its library ties it after loading.
+        ties: of a parameter's path that of the one in whose place it is.
+    """
+    before = []
+    for path, source in ties.items():
+        module, leaf = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        own, other = module._parameters.get(leaf), _parameter(model, source)
+        if own is not None and other is not None and own.shape == other.shape:
+            before.append((module, leaf, own))
+            module._parameters[leaf] = other
+    try:
+        yield
+    finally:
+        for module, leaf, own in before:
+            if not isinstance(module._parameters[leaf], QuantizedWeight):
+                module._parameters[leaf] = own
 
 
 class Planned:

@@ -1,17 +1,15 @@
 """What transformers calls while it loads a model: plan on meta, convert each weight as it comes, save and load back.
 
 transformers builds a model on meta, asks the quantizer to prepare it, and then reads tensor after tensor from mapped
-files. `_process_model_before_weight_loading` makes the planned weights pending; for each of them `FillWeight` gets the
-values (merged and renamed as the model wants them) and converts them. A saved model says in its files what is quantized
-(`olq_fx.integrations.stored`); `TakeParts` gets the parts of each weight and takes them as they are, mapped.
+files. `_process_model_before_weight_loading` makes the planned weights pending; for each of them an
+operation gets the values (renamed and merged as the model wants them) and converts them. A saved model says in its files
+what is quantized (`olq_fx.integrations.stored`), and another operation takes the parts of each weight as they are, mapped.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from torch import Tensor
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -24,106 +22,13 @@ from olq_fx import conversion
 from olq_fx.errors import ConfigurationError
 from olq_fx.integrations import stored
 from olq_fx.integrations.hub_config import QuantMethod
-from olq_fx.integrations.hub_models import Planned, largest_weight, single_device, weight_at
+from olq_fx.integrations.hub_models import Planned, largest_weight, single_device, tied, weight_at
 from olq_fx.integrations.transformers_config import OlqFxConfig
+from olq_fx.integrations.transformers_operations import FillWeight, parts_converter, streamed
 from olq_fx.plan import plan_for
 from olq_fx.quantize import finalize
 from olq_fx.report import Report
-from olq_fx.weights import QuantizedWeight, fill, quantize_weight
-
-_PATTERNS = ("olq_fx::codes", "olq_fx::scale", "olq_fx::coarse")
-
-
-class FillWeight(ConversionOps):  # type: ignore[misc]
-    """Converts the values of planned weights; others pass as they are."""
-
-    def __init__(self, quantizer: "OlqFxHfQuantizer") -> None:
-        """For the weights of one model."""
-        self.quantizer = quantizer
-
-    @torch.no_grad()
-    def convert(self, input_dict: Mapping[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """The weight in the place of its values, which nothing here refers to afterwards."""
-        found: dict[str, Any] = {}
-        for name, values in input_dict.items():
-            values = values[0] if isinstance(values, list) else values
-            weight = weight_at(model, name)
-            if weight is None:
-                found[name] = values
-            elif values.shape != weight.shape:
-                self.quantizer.unfit.add(name)  # transformers says so, and raises or gives it new values
-                found[name] = values
-            else:
-                found[name] = _filled(weight, values)
-        return found
-
-
-def _filled(weight: QuantizedWeight, values: Tensor) -> Tensor:
-    """The weight with its values; another one where it has others already, from a tensor that it was to be tied to."""
-    if weight.pending is not None:
-        fill(weight, values, values.dtype)
-        return weight
-    other = quantize_weight(values, weight.spec)
-    if all(torch.equal(own, given) for own, given in zip(weight.parts, other.parts, strict=True)):
-        return weight
-    parameter: Any = nn.Parameter(other, requires_grad=False)
-    parameter.path, parameter.was_trainable = weight.path, weight.was_trainable
-    return parameter  # type: ignore[no-any-return]
-
-
-class TakeParts(ConversionOps):  # type: ignore[misc]
-    """Gives a pending weight the parts that were saved of it."""
-
-    def __init__(self, quantizer: "OlqFxHfQuantizer") -> None:
-        """For the weights of one model. transformers casts no tensor for an operation with a `hf_quantizer`."""
-        self.hf_quantizer = quantizer
-
-    def __deepcopy__(self, memo: object) -> "TakeParts":
-        """Itself: transformers copies an operation for each weight."""
-        return self
-
-    @torch.no_grad()
-    def convert(
-        self, input_dict: Mapping[str, list[Tensor]], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """The weight, in the place of its parts."""
-        names = self.hf_quantizer.stored[full_layer_name].parts
-        path, _, _ = full_layer_name.rpartition(".")
-        given = {
-            names[_PATTERNS.index(pattern)].removeprefix(f"{path}."): tensors[0]
-            for pattern, tensors in input_dict.items()
-        }
-        model.get_submodule(path).load_state_dict(given, strict=False, assign=True)
-        return {full_layer_name: model.get_parameter(full_layer_name)}
-
-
-class PartsConverter(WeightConverter):  # type: ignore[misc]
-    """Collects the parts of each stored weight; the names are looked up, since patterns would be tried one by one."""
-
-    __slots__ = ("names",)
-
-    def __init__(self, names: Mapping[str, tuple[str, str]], operation: TakeParts) -> None:
-        """Collect parts.
-
-        Args:
-            names: of each part the path of its weight, and which part it is (one of `_PATTERNS`).
-            operation: what gets them.
-        """
-        super().__init__(list(_PATTERNS), ["olq_fx::weight"], [operation])
-        self.names = names
-
-    def __deepcopy__(self, memo: object) -> "PartsConverter":
-        """One that has collected nothing."""
-        return PartsConverter(self.names, self.operations[0])
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """The weight that a tensor in the files is a part of, and which."""
-        found = self.names.get(source_key)
-        if found is None:
-            return source_key, None
-        self._was_used = True
-        return found
-
+from olq_fx.weights import QuantizedWeight
 
 class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
     """Quantizes a model of transformers while it is loaded; `model.hf_quantizer`.
@@ -169,17 +74,17 @@ class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> Any:
         """Make the planned weights, or those that were saved, pending."""
         config = self.quantization_config
-        model.tie_weights(recompute_mapping=False)  # tied weights are one row of the plan
         if self.pre_quantized:
             found = stored.read(checkpoint_files or [])
             stored.install(model, found)
             self.stored = {weight.names[0]: weight for weight in found}
             self.report = Report(plan_for(config.config, model, strict=False))
             return model
-        plan = plan_for(config.config, model, strict=config.strict, device=single_device(device_map))
-        conversion.preflight(model, plan.rows)
-        self.report = Report(plan)
-        conversion.execute(model, plan, self.report)
+        with tied(model, model.all_tied_weights_keys):
+            plan = plan_for(config.config, model, strict=config.strict, device=single_device(device_map))
+            conversion.preflight(model, plan.rows)
+            self.report = Report(plan)
+            conversion.execute(model, plan, self.report)
         self._largest = largest_weight(plan)
         self._planned = Planned(model, plan)
         return model
@@ -199,18 +104,13 @@ class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_quantize_ops(self) -> FillWeight:
         """What converts the values of a weight."""
-        return FillWeight(self)
+        return FillWeight(self.unfit)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """How names in the files become names of the model; what was saved has those of the model."""
         if not self.pre_quantized:
-            return weight_conversions
-        names = {
-            part: (path, pattern)
-            for path, weight in self.stored.items()
-            for part, pattern in zip(weight.parts, _PATTERNS, strict=False)
-        }
-        return [PartsConverter(names, TakeParts(self))]
+            return [streamed(conversion) for conversion in weight_conversions]
+        return [parts_converter(self.stored, self)]
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of a value: `device_map="auto"` counts what the model will take."""

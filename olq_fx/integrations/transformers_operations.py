@@ -1,0 +1,188 @@
+"""The operations that transformers runs on what it reads for a weight, before it sets the result as the parameter.
+
+    FillWeight(unfit)                       values of a planned weight -> the weight, converted
+    streamed(conversion)                    experts one by one into their pending weight, where they would be merged first
+    parts_converter(weights, quantizer)     parts that were saved -> the weight
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+
+from olq_fx.integrations.hub_models import weight_at
+from olq_fx.integrations.stored import StoredWeight
+from olq_fx.weights import QuantizedWeight, fill, quantize_weight
+
+_PATTERNS = ("olq_fx::codes", "olq_fx::scale", "olq_fx::coarse")
+"""What transformers collects the parts of a weight under."""
+
+
+class FillWeight(ConversionOps):  # type: ignore[misc]
+    """Converts the values of planned weights; others pass as they are."""
+
+    def __init__(self, unfit: set[str]) -> None:
+        """For the weights of one model; `unfit` gets the paths of those whose values have another shape."""
+        self.unfit = unfit
+
+    @torch.no_grad()
+    def convert(self, input_dict: Mapping[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """The weight in the place of its values, which nothing here refers to afterwards."""
+        found: dict[str, Any] = {}
+        for name, values in input_dict.items():
+            values = values[0] if isinstance(values, list) else values
+            weight = weight_at(model, name)
+            if weight is None or values is weight:
+                found[name] = values
+            elif values.shape != weight.shape:
+                self.unfit.add(name)  # transformers says so, and raises or gives it new values
+                found[name] = values
+            else:
+                found[name] = _filled(weight, values)
+        return found
+
+
+def _filled(weight: QuantizedWeight, values: Tensor) -> Tensor:
+    """The weight with its values; another one where it has others already, from a tensor that it was to be tied to."""
+    if weight.pending is not None:
+        fill(weight, values, values.dtype)
+        return weight
+    other = quantize_weight(values, weight.spec)
+    if all(torch.equal(own, given) for own, given in zip(weight.parts, other.parts, strict=True)):
+        return weight
+    parameter: Any = nn.Parameter(other, requires_grad=False)
+    parameter.path, parameter.was_trainable = weight.path, weight.was_trainable
+    return parameter  # type: ignore[no-any-return]
+
+
+class StreamExperts(ConversionOps):  # type: ignore[misc]
+    """Gives a pending weight the matrices of its experts one by one: merged first, they would be there twice at once."""
+
+    def __init__(self, operations: Sequence[Any]) -> None:
+        """What transformers would do instead, and what is done for all other parameters."""
+        self.operations = operations
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: Any = (), full_layer_name: str = "", **kwargs: Any
+    ) -> dict[str, Any]:
+        """The weight in the place of its matrices, or these merged."""
+        weight = weight_at(kwargs["model"], full_layer_name)
+        shards = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
+        if weight is not None and weight.pending is not None and _fit(weight, shards):
+            input_dict.clear()
+            for place, values in _places(weight, shards):
+                place.copy_(values)
+            return {full_layer_name: weight}
+        for operation in self.operations:
+            input_dict = operation.convert(
+                input_dict, source_patterns=source_patterns, full_layer_name=full_layer_name, **kwargs
+            )
+        return input_dict
+
+
+def _fit(weight: QuantizedWeight, shards: Sequence[Any]) -> bool:
+    """Whether lists of matrices (n, K), one list a shard, are the experts (E, N, K) of a weight."""
+    if not shards or not all(isinstance(matrices, list) and len(matrices) == weight.shape[0] for matrices in shards):
+        return False
+    heights = [matrices[0].shape[0] for matrices in shards]
+    return sum(heights) == weight.shape[1] and all(
+        matrix.dtype == weight.dtype and matrix.shape == (height, weight.shape[2])
+        for matrices, height in zip(shards, heights, strict=True)
+        for matrix in matrices
+    )
+
+
+def _places(weight: QuantizedWeight, shards: Sequence[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each place in a weight with the matrix for it, which is freed afterwards."""
+    for expert in range(weight.shape[0]):
+        top = 0
+        for matrices in shards:
+            matrix = matrices.pop(0)
+            yield weight[expert, top : top + matrix.shape[0]], matrix
+            top += matrix.shape[0]
+
+
+def streamed(conversion: Any) -> Any:
+    """A conversion of transformers, without merging first where it merges the experts of a layer; else itself."""
+    if not isinstance(conversion, WeightConverter):
+        return conversion
+    steps = [(type(operation), operation.dim) for operation in conversion.operations if hasattr(operation, "dim")]
+    chains = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    if len(steps) != len(conversion.operations) or steps not in chains:
+        return conversion
+    return conversion.copy(
+        list(conversion._original_source_patterns),
+        list(conversion._original_target_patterns),
+        operations=[StreamExperts(conversion.operations)],
+    )
+
+
+class TakeParts(ConversionOps):  # type: ignore[misc]
+    """Gives a pending weight the parts that were saved of it."""
+
+    def __init__(self, weights: Mapping[str, StoredWeight], quantizer: object) -> None:
+        """For the weights of one model, by their paths.
+
+        `quantizer` is not used: transformers casts no tensor for an operation with a `hf_quantizer`.
+        """
+        self.weights = weights
+        self.hf_quantizer = quantizer
+
+    def __deepcopy__(self, memo: object) -> "TakeParts":
+        """Itself: transformers copies an operation for each weight."""
+        return self
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: Mapping[str, list[Tensor]], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """The weight, in the place of its parts."""
+        names = self.weights[full_layer_name].parts
+        path, _, _ = full_layer_name.rpartition(".")
+        given = {
+            names[_PATTERNS.index(pattern)].removeprefix(f"{path}."): tensors[0]
+            for pattern, tensors in input_dict.items()
+        }
+        model.get_submodule(path).load_state_dict(given, strict=False, assign=True)
+        return {full_layer_name: model.get_parameter(full_layer_name)}
+
+
+class PartsConverter(WeightConverter):  # type: ignore[misc]
+    """Collects the parts of each stored weight; the names are looked up, since patterns would be tried one by one."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: Mapping[str, tuple[str, str]], operation: TakeParts) -> None:
+        """Collect parts.
+
+        Args:
+            names: of each part the path of its weight, and which part it is (one of `_PATTERNS`).
+            operation: what gets them.
+        """
+        super().__init__(list(_PATTERNS), ["olq_fx::weight"], [operation])
+        self.names = names
+
+    def __deepcopy__(self, memo: object) -> "PartsConverter":
+        """One that has collected nothing."""
+        return PartsConverter(self.names, self.operations[0])
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """The weight that a tensor in the files is a part of, and which."""
+        found = self.names.get(source_key)
+        if found is None:
+            return source_key, None
+        self._was_used = True
+        return found
+
+
+def parts_converter(weights: Mapping[str, StoredWeight], quantizer: object) -> PartsConverter:
+    """What collects and takes the parts of the stored weights of a model, by their paths."""
+    names = {
+        part: (path, pattern)
+        for path, weight in weights.items()
+        for part, pattern in zip(weight.parts, _PATTERNS, strict=False)
+    }
+    return PartsConverter(names, TakeParts(weights, quantizer))
