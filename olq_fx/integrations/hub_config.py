@@ -50,6 +50,10 @@ class HubConfig:
         strict = {} if self.strict else {"strict": False}
         return {"quant_method": self.quant_method.value, **strict, **self.config.to_dict()}
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is not the default, for the libraries' JSON: all of `to_dict`."""
+        return self.to_dict()
+
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The inverse of `to_dict`.

@@ -2,6 +2,9 @@
 
     weight_at(model, path) -> QuantizedWeight | None
     single_device(device_map) -> torch.device | None
+    device_of(device_map, path) -> torch.device
+    refuse_offloading(device_map)
+    report_of_stored(config, model) -> Report
     largest_weight(plan) -> int                  bytes of the largest planned weight in original precision
     tied(model, ties)                            a context in which parameters that will be tied are
     Planned(model, plan).complete(model, report, initialize)
@@ -16,7 +19,9 @@ import torch
 from torch import nn
 
 from olq_fx import conversion
-from olq_fx.plan import Plan, PlanRow
+from olq_fx.configuration import QuantizationConfig
+from olq_fx.errors import ConfigurationError
+from olq_fx.plan import Plan, PlanRow, plan_for
 from olq_fx.report import Report
 from olq_fx.weights import QuantizedWeight
 
@@ -46,9 +51,46 @@ def single_device(device_map: Any) -> torch.device | None:
     return torch.device(device_map)
 
 
+def device_of(device_map: Any, path: str) -> torch.device:
+    """Where a device map puts a parameter; the CPU where there is none."""
+    if not isinstance(device_map, dict):
+        return torch.device("cpu") if device_map is None else torch.device(device_map)
+    while path and path not in device_map:
+        path = path.rpartition(".")[0]
+    return torch.device(device_map.get(path, "cpu"))
+
+
+def refuse_offloading(device_map: Any) -> None:
+    """Refuse a device map that puts modules on disk, or on the CPU beside other devices.
+
+    Raises:
+        ConfigurationError: it does; the message names some.
+    """
+    if not isinstance(device_map, dict):
+        return
+    devices = {str(device) for device in device_map.values()}
+    for offloaded in ("disk", "cpu"):
+        found = [path for path, device in device_map.items() if str(device) == offloaded]
+        if found and (offloaded == "disk" or devices != {"cpu"}):
+            raise ConfigurationError(
+                f"device_map puts {', '.join(map(repr, found[:3]))}{' ...' if found[3:] else ''} on {offloaded!r}: "
+                "weights that are offloaded are exchanged by name in each forward pass, which takes quantized ones "
+                "apart; give more max_memory, or a format with fewer bits"
+            )
+
+
 def largest_weight(plan: Plan) -> int:
     """Bytes of the largest planned weight in original precision."""
     return max((row.bytes_before for row in plan.rows if row.decision == "quantize"), default=0)
+
+
+def report_of_stored(config: QuantizationConfig, model: nn.Module) -> Report:
+    """The report on a model whose stored weights are in their places: what is not stored is left alone."""
+    report = Report(plan_for(config, model, strict=False))
+    for row in report.plan.rows:
+        if row.decision == "quantize":
+            report.mark(row.path, "left alone")
+    return report
 
 
 @contextlib.contextmanager

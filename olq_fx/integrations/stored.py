@@ -4,13 +4,14 @@
     parts_of(model) -> dict[str, Tensor]         its state dict, in which a weight with several names stands once
     read(files) -> tuple[StoredWeight, ...]      what the files say
     install(model, weights)                      pending weights in their places
+    take_parts(model, weight, parts)             the parts of one into its place
 
 A plan made anew could differ from the one that was saved (another version, another device); what is written cannot.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -102,12 +103,11 @@ def _parsed(text: str, file: str) -> tuple[StoredWeight, ...]:
         content = json.loads(text)
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']}; this olq_fx reads {_VERSION}")
-        kinds = [(WeightSpec(**{k: v for k, v in kind.items() if k != "was_trainable"}), kind) for kind in content["kinds"]]
-        for spec, _ in kinds:
+        kinds = [(bool(kind.pop("was_trainable")), WeightSpec(**kind)) for kind in content["kinds"]]
+        for _, spec in kinds:
             _ = spec.format  # an unknown one is an error here
         return tuple(
-            StoredWeight(tuple(names), kinds[kind][0], bool(kinds[kind][1]["was_trainable"]))
-            for names, kind in content["weights"]
+            StoredWeight(tuple(names), kinds[kind][1], kinds[kind][0]) for names, kind in content["weights"]
         )
     except (ValueError, KeyError, TypeError, IndexError, OlqFxError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -132,6 +132,17 @@ def install(model: nn.Module, weights: Iterable[StoredWeight]) -> None:
         for owner, name in sites:
             state.attach(owner)
             owner._parameters[name] = parameter
+
+
+def take_parts(model: nn.Module, weight: StoredWeight, parts: Mapping[str, Tensor]) -> None:
+    """Give a pending weight its parts, as they are (mapped, if they are), by their names.
+
+    Raises:
+        RuntimeError: they do not fit; the message says what was expected.
+    """
+    path, _, _ = weight.names[0].rpartition(".")
+    given = {name.removeprefix(f"{path}."): part for name, part in parts.items()}
+    model.get_submodule(path).load_state_dict(given, strict=False, assign=True)
 
 
 def _site(model: nn.Module, path: str) -> tuple[nn.Module, str]:

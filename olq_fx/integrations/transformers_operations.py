@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
 from olq_fx.integrations.hub_models import weight_at
-from olq_fx.integrations.stored import StoredWeight
+from olq_fx.integrations.stored import StoredWeight, take_parts
 from olq_fx.weights import QuantizedWeight, fill, quantize_weight
 
 _PATTERNS = ("olq_fx::codes", "olq_fx::scale", "olq_fx::coarse")
@@ -140,13 +140,9 @@ class TakeParts(ConversionOps):  # type: ignore[misc]
         self, input_dict: Mapping[str, list[Tensor]], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, Tensor]:
         """The weight, in the place of its parts."""
-        names = self.weights[full_layer_name].parts
-        path, _, _ = full_layer_name.rpartition(".")
-        given = {
-            names[_PATTERNS.index(pattern)].removeprefix(f"{path}."): tensors[0]
-            for pattern, tensors in input_dict.items()
-        }
-        model.get_submodule(path).load_state_dict(given, strict=False, assign=True)
+        weight = self.weights[full_layer_name]
+        parts = {weight.parts[_PATTERNS.index(pattern)]: tensors[0] for pattern, tensors in input_dict.items()}
+        take_parts(model, weight, parts)
         return {full_layer_name: model.get_parameter(full_layer_name)}
 
 

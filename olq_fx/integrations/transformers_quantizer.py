@@ -19,10 +19,9 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from olq_fx import conversion
-from olq_fx.errors import ConfigurationError
 from olq_fx.integrations import stored
 from olq_fx.integrations.hub_config import QuantMethod
-from olq_fx.integrations.hub_models import Planned, largest_weight, single_device, tied, weight_at
+from olq_fx.integrations.hub_models import Planned, largest_weight, refuse_offloading, report_of_stored, single_device, tied, weight_at
 from olq_fx.integrations.transformers_config import OlqFxConfig
 from olq_fx.integrations.transformers_operations import FillWeight, parts_converter, streamed
 from olq_fx.plan import plan_for
@@ -57,17 +56,7 @@ class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
         Raises:
             ConfigurationError: the device map puts modules on disk, or on the CPU beside other devices.
         """
-        if not isinstance(device_map, dict):
-            return
-        devices = {str(device) for device in device_map.values()}
-        for offloaded in ("disk", "cpu"):
-            found = [path for path, device in device_map.items() if str(device) == offloaded]
-            if found and (offloaded == "disk" or devices != {"cpu"}):
-                raise ConfigurationError(
-                    f"device_map puts {', '.join(map(repr, found[:3]))}{' ...' if found[3:] else ''} on {offloaded!r}: "
-                    "weights that are offloaded are exchanged by name in each forward pass, which takes quantized ones "
-                    "apart; give more max_memory, or a format with fewer bits"
-                )
+        refuse_offloading(device_map)
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Any = None, device_map: Any = None, **kwargs: Any
@@ -78,7 +67,7 @@ class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
             found = stored.read(checkpoint_files or [])
             stored.install(model, found)
             self.stored = {weight.names[0]: weight for weight in found}
-            self.report = Report(plan_for(config.config, model, strict=False))
+            self.report = report_of_stored(config.config, model)
             return model
         with tied(model, model.all_tied_weights_keys):
             plan = plan_for(config.config, model, strict=config.strict, device=single_device(device_map))
@@ -94,6 +83,7 @@ class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._planned is not None:
             assert self.report is not None
             self._planned.complete(model, self.report, model.initialize_weights)
+            self._planned = None  # it refers to the model
         finalize(model)
         model._weight_conversions = []  # what is saved has the names of the model
         return model
