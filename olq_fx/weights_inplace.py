@@ -24,9 +24,10 @@ def _add_(func: Any, weight: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 
 def _takes(weight: Any, other: Any) -> bool:
-    """Whether a tensor can be added to a weight in place."""
+    """Whether a tensor can be added to a weight in place. What an optimizer trains is no place for its steps."""
     return (
         isinstance(weight, QuantizedWeight)
+        and not weight.requires_grad
         and isinstance(other, Tensor)
         and other.shape == weight.shape
         and other.is_floating_point()

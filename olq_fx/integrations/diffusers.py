@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from olq_fx import conversion
 from olq_fx.errors import ConfigurationError
 from olq_fx.integrations import stored
+from olq_fx.integrations.accelerate import special_dtypes
 from olq_fx.integrations.hub_config import HubConfig, QuantMethod
 from olq_fx.integrations.hub_models import (
     convert_plain,
@@ -157,13 +158,7 @@ class OlqFxDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def get_special_dtypes_update(self, model: Any, torch_dtype: torch.dtype) -> dict[str, Any]:
         """What `device_map="auto"` counts quantized weights as: bytes, or half bytes."""
-        from accelerate.utils import CustomDtype
-
-        return {
-            name: CustomDtype.INT4 if weight.spec.format.packed else torch.int8
-            for name, _ in model.named_parameters()
-            if (weight := weight_at(model, name)) is not None
-        }
+        return special_dtypes(model)
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
         """Keep room for scales, and on each accelerator for the one weight that is being converted."""
