@@ -56,9 +56,7 @@ class QuantizedStack(QuantizedWeight):
         requires_grad: bool = False,
     ) -> "QuantizedStack":
         """Wrap `parts`: see `QuantizedWeight`. `size` has the leading dimensions of `ids`, or E, or none if E is 1."""
-        self: Any = QuantizedWeight.__new__(
-            cls, parts, spec, dtype, size, stride, pending, requires_grad=requires_grad
-        )
+        self: Any = QuantizedWeight.__new__(cls, parts, spec, dtype, size, stride, pending, requires_grad=requires_grad)
         self.ids = self.ids if isinstance(parts, Tensor) else ids
         found: QuantizedStack = self
         return found

@@ -1,4 +1,4 @@
-"""LoRA of PEFT on converted weights: it trains, merges into them and is taken out again; its files know nothing of it."""
+"""LoRA of PEFT on converted weights: it trains, merges into them, is taken out again, and is saved as ever."""
 
 import copy
 import logging

@@ -6,7 +6,7 @@
     PipelineQuantizationConfig(quant_mapping={"transformer": OlqFxConfig("mxfp4")})
     PipelineQuantizationConfig(quant_backend="olq_fx", quant_kwargs={"config": "int8"}, components_to_quantize=...)
 
-Importing this module tells diffusers, and transformers if it is there, of the method `olq_fx`; this import stands before
+Importing this module tells diffusers, and transformers if it is there, of the method `olq_fx`; the import stands before
 the loading of what was saved, too.
 """
 
@@ -51,7 +51,7 @@ class OlqFxConfig(HubConfig, QuantizationConfigMixin):
     """
 
 
-class OlqFxDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+class OlqFxDiffusersQuantizer(DiffusersQuantizer):
     """Quantizes a model of diffusers while it is loaded; `model.hf_quantizer`.
 
     Attributes:
@@ -144,17 +144,18 @@ class OlqFxDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 self.report.mark(row.path, "converted")
         return model
 
-    def check_if_quantized_param(self, model: Any, param_value: Any, param_name: str, *args: Any, **kwargs: Any) -> bool:
+    def check_if_quantized_param(
+        self, model: Any, param_value: Any, param_name: str, *args: Any, **kwargs: Any
+    ) -> bool:
         """Whether a tensor is for a planned weight."""
         return weight_at(model, param_name) is not None
 
-    def create_quantized_param(
-        self, model: Any, param_value: Tensor, param_name: str, target_device: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        """Convert the values of a weight."""
-        weight = weight_at(model, param_name)
+    def create_quantized_param(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert the values of a weight: model, values, path and device are given."""
+        model, values, path, device = args[:4]
+        weight = weight_at(model, path)
         assert weight is not None
-        fill(weight, param_value.to(target_device), param_value.dtype)
+        fill(weight, values.to(device), values.dtype)
 
     def get_special_dtypes_update(self, model: Any, torch_dtype: torch.dtype) -> dict[str, Any]:
         """What `device_map="auto"` counts quantized weights as: bytes, or half bytes."""

@@ -1,13 +1,13 @@
 """A model between its plan and its last weight, as the loaders of transformers and diffusers treat it.
 
-    weight_at(model, path) -> QuantizedWeight | None
-    single_device(device_map) -> torch.device | None
-    device_of(device_map, path) -> torch.device
-    refuse_offloading(device_map)
-    report_of_stored(config, model) -> Report
-    largest_weight(plan) -> int                  bytes of the largest planned weight in original precision
-    tied(model, ties)                            a context in which parameters that will be tied are
-    Planned(model, plan).complete(model, report, initialize)
+weight_at(model, path) -> QuantizedWeight | None
+single_device(device_map) -> torch.device | None
+device_of(device_map, path) -> torch.device
+refuse_offloading(device_map)
+report_of_stored(config, model) -> Report
+largest_weight(plan) -> int                  bytes of the largest planned weight in original precision
+tied(model, ties)                            a context in which parameters that will be tied are
+Planned(model, plan).complete(model, report, initialize)
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from olq_fx import conversion
+from olq_fx import conversion, state
 from olq_fx.configuration import QuantizationConfig
 from olq_fx.errors import ConfigurationError
 from olq_fx.plan import Plan, PlanRow, plan_for
@@ -173,7 +173,7 @@ def _make_plain(model: nn.Module, row: PlanRow, weight: QuantizedWeight) -> None
     empty = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
     parameter = nn.Parameter(empty, requires_grad=row.trainable)
     for module, leaf in _sites(model, row):
-        if module._parameters[leaf] is weight:
+        if state.converted_weights(module).get(leaf) is weight:
             module._parameters[leaf] = parameter
 
 

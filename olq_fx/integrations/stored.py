@@ -106,9 +106,7 @@ def _parsed(text: str, file: str) -> tuple[StoredWeight, ...]:
         kinds = [(bool(kind.pop("was_trainable")), WeightSpec(**kind)) for kind in content["kinds"]]
         for _, spec in kinds:
             _ = spec.format  # an unknown one is an error here
-        return tuple(
-            StoredWeight(tuple(names), kinds[kind][1], kinds[kind][0]) for names, kind in content["weights"]
-        )
+        return tuple(StoredWeight(tuple(names), kinds[kind][1], kinds[kind][0]) for names, kind in content["weights"])
     except (ValueError, KeyError, TypeError, IndexError, OlqFxError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise PlanError(f"{file}: what its header says of quantized weights cannot be read: {reason}") from error

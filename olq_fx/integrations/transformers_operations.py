@@ -1,8 +1,8 @@
 """The operations that transformers runs on what it reads for a weight, before it sets the result as the parameter.
 
-    FillWeight(unfit)                       values of a planned weight -> the weight, converted
-    streamed(conversion)                    experts one by one into their pending weight, where they would be merged first
-    parts_converter(weights, quantizer)     parts that were saved -> the weight
+FillWeight(unfit)                       values of a planned weight -> the weight, converted
+streamed(conversion)                    experts one by one into their pending weight, where they would be merged first
+parts_converter(weights, quantizer)     parts that were saved -> the weight
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _PATTERNS = ("olq_fx::codes", "olq_fx::scale", "olq_fx::coarse")
 """What transformers collects the parts of a weight under."""
 
 
-class FillWeight(ConversionOps):  # type: ignore[misc]
+class FillWeight(ConversionOps):
     """Converts the values of planned weights; others pass as they are."""
 
     def __init__(self, unfit: set[str]) -> None:
@@ -28,12 +28,14 @@ class FillWeight(ConversionOps):  # type: ignore[misc]
         self.unfit = unfit
 
     @torch.no_grad()
-    def convert(self, input_dict: Mapping[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         """The weight in the place of its values, which nothing here refers to afterwards."""
         found: dict[str, Any] = {}
         for name, values in input_dict.items():
             values = values[0] if isinstance(values, list) else values
-            weight = weight_at(model, name)
+            weight = weight_at(kwargs["model"], name)
             if weight is None or values is weight:
                 found[name] = values
             elif values.shape != weight.shape:
@@ -57,8 +59,8 @@ def _filled(weight: QuantizedWeight, values: Tensor) -> Tensor:
     return parameter  # type: ignore[no-any-return]
 
 
-class StreamExperts(ConversionOps):  # type: ignore[misc]
-    """Gives a pending weight the matrices of its experts one by one: merged first, they would be there twice at once."""
+class StreamExperts(ConversionOps):
+    """Gives a pending weight the matrices of its experts one by one: merged first, they would be there twice."""
 
     def __init__(self, operations: Sequence[Any]) -> None:
         """What transformers would do instead, and what is done for all other parameters."""
@@ -66,19 +68,20 @@ class StreamExperts(ConversionOps):  # type: ignore[misc]
 
     @torch.no_grad()
     def convert(
-        self, input_dict: dict[str, Any], source_patterns: Any = (), full_layer_name: str = "", **kwargs: Any
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         """The weight in the place of its matrices, or these merged."""
-        weight = weight_at(kwargs["model"], full_layer_name)
+        name = kwargs["full_layer_name"]
+        weight = weight_at(kwargs["model"], name)
         shards = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
         if weight is not None and weight.pending is not None and _fit(weight, shards):
             input_dict.clear()
             for place, values in _places(weight, shards):
                 place.copy_(values)
-            return {full_layer_name: weight}
+            return {name: weight}
         for operation in self.operations:
             input_dict = operation.convert(
-                input_dict, source_patterns=source_patterns, full_layer_name=full_layer_name, **kwargs
+                input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
             )
         return input_dict
 
@@ -120,7 +123,7 @@ def streamed(conversion: Any) -> Any:
     )
 
 
-class TakeParts(ConversionOps):  # type: ignore[misc]
+class TakeParts(ConversionOps):
     """Gives a pending weight the parts that were saved of it."""
 
     def __init__(self, weights: Mapping[str, StoredWeight], quantizer: object) -> None:
@@ -137,16 +140,17 @@ class TakeParts(ConversionOps):  # type: ignore[misc]
 
     @torch.no_grad()
     def convert(
-        self, input_dict: Mapping[str, list[Tensor]], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, Tensor]:
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         """The weight, in the place of its parts."""
-        weight = self.weights[full_layer_name]
+        model, name = kwargs["model"], kwargs["full_layer_name"]
+        weight = self.weights[name]
         parts = {weight.parts[_PATTERNS.index(pattern)]: tensors[0] for pattern, tensors in input_dict.items()}
         take_parts(model, weight, parts)
-        return {full_layer_name: model.get_parameter(full_layer_name)}
+        return {name: model.get_parameter(name)}
 
 
-class PartsConverter(WeightConverter):  # type: ignore[misc]
+class PartsConverter(WeightConverter):
     """Collects the parts of each stored weight; the names are looked up, since patterns would be tried one by one."""
 
     __slots__ = ("names",)
@@ -163,7 +167,8 @@ class PartsConverter(WeightConverter):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: object) -> "PartsConverter":
         """One that has collected nothing."""
-        return PartsConverter(self.names, self.operations[0])
+        operation: Any = self.operations[0]
+        return PartsConverter(self.names, operation)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """The weight that a tensor in the files is a part of, and which."""

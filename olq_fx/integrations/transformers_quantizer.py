@@ -1,9 +1,9 @@
 """What transformers calls while it loads a model: plan on meta, convert each weight as it comes, save and load back.
 
 transformers builds a model on meta, asks the quantizer to prepare it, and then reads tensor after tensor from mapped
-files. `_process_model_before_weight_loading` makes the planned weights pending; for each of them an
-operation gets the values (renamed and merged as the model wants them) and converts them. A saved model says in its files
-what is quantized (`olq_fx.integrations.stored`), and another operation takes the parts of each weight as they are, mapped.
+files. `_process_model_before_weight_loading` makes the planned weights pending; for each of them an operation gets the
+values (renamed and merged as the model wants them) and converts them. A saved model says in its files what is quantized
+(`olq_fx.integrations.stored`), and another operation takes the parts of each weight as they are, mapped.
 """
 
 from typing import Any
@@ -21,7 +21,15 @@ from transformers.quantizers.base import HfQuantizer
 from olq_fx import conversion
 from olq_fx.integrations import stored
 from olq_fx.integrations.hub_config import QuantMethod
-from olq_fx.integrations.hub_models import Planned, largest_weight, refuse_offloading, report_of_stored, single_device, tied, weight_at
+from olq_fx.integrations.hub_models import (
+    Planned,
+    largest_weight,
+    refuse_offloading,
+    report_of_stored,
+    single_device,
+    tied,
+    weight_at,
+)
 from olq_fx.integrations.transformers_config import OlqFxConfig
 from olq_fx.integrations.transformers_operations import FillWeight, parts_converter, streamed
 from olq_fx.plan import plan_for
@@ -29,7 +37,8 @@ from olq_fx.quantize import finalize
 from olq_fx.report import Report
 from olq_fx.weights import QuantizedWeight
 
-class OlqFxHfQuantizer(HfQuantizer):  # type: ignore[misc]
+
+class OlqFxHfQuantizer(HfQuantizer):
     """Quantizes a model of transformers while it is loaded; `model.hf_quantizer`.
 
     Attributes:
