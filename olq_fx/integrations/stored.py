@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from olq_fx import state
-from olq_fx.errors import OlqFxError, PlanError
+from olq_fx.errors import ConversionError, OlqFxError, PlanError
 from olq_fx.weights import Pending, QuantizedWeight, WeightSpec, pending_weight
 
 KEY = "olq_fx"
@@ -136,11 +136,14 @@ def take_parts(model: nn.Module, weight: StoredWeight, parts: Mapping[str, Tenso
     """Give a pending weight its parts, as they are (mapped, if they are), by their names.
 
     Raises:
-        RuntimeError: they do not fit; the message says what was expected.
+        ConversionError: they do not fit; the message says what was expected.
     """
     path, _, _ = weight.names[0].rpartition(".")
     given = {name.removeprefix(f"{path}."): part for name, part in parts.items()}
-    model.get_submodule(path).load_state_dict(given, strict=False, assign=True)
+    try:
+        model.get_submodule(path).load_state_dict(given, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ConversionError(f"{weight.names[0]}: {' '.join(str(error).split())}") from error
 
 
 def _site(model: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -1,10 +1,14 @@
 """The operations that transformers runs on what it reads for a weight, before it sets the result as the parameter.
 
-FillWeight(unfit)                       values of a planned weight -> the weight, converted
-streamed(conversion)                    experts one by one into their pending weight, where they would be merged first
-parts_converter(weights, quantizer)     parts that were saved -> the weight
+transformers logs the errors of operations, and then raises one that names none: these note them in `Faults` and go on.
+
+    FillWeight(faults)                              values of a planned weight -> the weight, converted
+    streamed(conversion, faults)                    experts one by one into their weight, instead of merging them first
+    parts_converter(weights, faults, quantizer)     parts that were saved -> the weight
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
+from olq_fx.errors import ConversionError, OlqFxError
 from olq_fx.integrations.hub_models import weight_at
 from olq_fx.integrations.stored import StoredWeight, take_parts
 from olq_fx.weights import QuantizedWeight, fill, quantize_weight
@@ -20,12 +25,42 @@ _PATTERNS = ("olq_fx::codes", "olq_fx::scale", "olq_fx::coarse")
 """What transformers collects the parts of a weight under."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Faults:
+    """What was wrong with the values of weights.
+
+    Attributes:
+        unfit: paths of weights whose values have another shape, which is for transformers to judge.
+        messages: of all else, each with the path.
+    """
+
+    unfit: set[str] = dataclasses.field(default_factory=set)
+    messages: list[str] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error of this library instead of raising it."""
+        try:
+            yield
+        except OlqFxError as error:
+            self.messages.append(str(error))
+
+    def check(self) -> None:
+        """Raise what was noted.
+
+        Raises:
+            ConversionError: something was.
+        """
+        if self.messages:
+            raise ConversionError("; ".join(self.messages))
+
+
 class FillWeight(ConversionOps):
     """Converts the values of planned weights; others pass as they are."""
 
-    def __init__(self, unfit: set[str]) -> None:
-        """For the weights of one model; `unfit` gets the paths of those whose values have another shape."""
-        self.unfit = unfit
+    def __init__(self, faults: Faults) -> None:
+        """For the weights of one model."""
+        self.faults = faults
 
     @torch.no_grad()
     def convert(
@@ -39,10 +74,12 @@ class FillWeight(ConversionOps):
             if weight is None or values is weight:
                 found[name] = values
             elif values.shape != weight.shape:
-                self.unfit.add(name)  # transformers says so, and raises or gives it new values
+                self.faults.unfit.add(name)  # transformers says so, and raises or gives it new values
                 found[name] = values
             else:
-                found[name] = _filled(weight, values)
+                found[name] = weight
+                with self.faults.noted():
+                    found[name] = _filled(weight, values)
         return found
 
 
@@ -62,9 +99,13 @@ def _filled(weight: QuantizedWeight, values: Tensor) -> Tensor:
 class StreamExperts(ConversionOps):
     """Gives a pending weight the matrices of its experts one by one: merged first, they would be there twice."""
 
-    def __init__(self, operations: Sequence[Any]) -> None:
-        """What transformers would do instead, and what is done for all other parameters."""
-        self.operations = operations
+    def __init__(self, operations: Sequence[Any], faults: Faults) -> None:
+        """For the weights of one model; `operations` are what is done for all other parameters."""
+        self.operations, self.faults = operations, faults
+
+    def __deepcopy__(self, memo: object) -> "StreamExperts":
+        """Itself: transformers copies an operation for each weight."""
+        return self
 
     @torch.no_grad()
     def convert(
@@ -76,8 +117,9 @@ class StreamExperts(ConversionOps):
         shards = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
         if weight is not None and weight.pending is not None and _fit(weight, shards):
             input_dict.clear()
-            for place, values in _places(weight, shards):
-                place.copy_(values)
+            with self.faults.noted():
+                for place, values in _places(weight, shards):
+                    place.copy_(values)
             return {name: weight}
         for operation in self.operations:
             input_dict = operation.convert(
@@ -108,7 +150,7 @@ def _places(weight: QuantizedWeight, shards: Sequence[list[Tensor]]) -> Iterator
             top += matrix.shape[0]
 
 
-def streamed(conversion: Any) -> Any:
+def streamed(conversion: Any, faults: Faults) -> Any:
     """A conversion of transformers, without merging first where it merges the experts of a layer; else itself."""
     if not isinstance(conversion, WeightConverter):
         return conversion
@@ -119,19 +161,19 @@ def streamed(conversion: Any) -> Any:
     return conversion.copy(
         list(conversion._original_source_patterns),
         list(conversion._original_target_patterns),
-        operations=[StreamExperts(conversion.operations)],
+        operations=[StreamExperts(conversion.operations, faults)],
     )
 
 
 class TakeParts(ConversionOps):
     """Gives a pending weight the parts that were saved of it."""
 
-    def __init__(self, weights: Mapping[str, StoredWeight], quantizer: object) -> None:
+    def __init__(self, weights: Mapping[str, StoredWeight], faults: Faults, quantizer: object) -> None:
         """For the weights of one model, by their paths.
 
         `quantizer` is not used: transformers casts no tensor for an operation with a `hf_quantizer`.
         """
-        self.weights = weights
+        self.weights, self.faults = weights, faults
         self.hf_quantizer = quantizer
 
     def __deepcopy__(self, memo: object) -> "TakeParts":
@@ -146,7 +188,8 @@ class TakeParts(ConversionOps):
         model, name = kwargs["model"], kwargs["full_layer_name"]
         weight = self.weights[name]
         parts = {weight.parts[_PATTERNS.index(pattern)]: tensors[0] for pattern, tensors in input_dict.items()}
-        take_parts(model, weight, parts)
+        with self.faults.noted():
+            take_parts(model, weight, parts)
         return {name: model.get_parameter(name)}
 
 
@@ -179,11 +222,11 @@ class PartsConverter(WeightConverter):
         return found
 
 
-def parts_converter(weights: Mapping[str, StoredWeight], quantizer: object) -> PartsConverter:
+def parts_converter(weights: Mapping[str, StoredWeight], faults: Faults, quantizer: object) -> PartsConverter:
     """What collects and takes the parts of the stored weights of a model, by their paths."""
     names = {
         part: (path, pattern)
         for path, weight in weights.items()
         for part, pattern in zip(weight.parts, _PATTERNS, strict=False)
     }
-    return PartsConverter(names, TakeParts(weights, quantizer))
+    return PartsConverter(names, TakeParts(weights, faults, quantizer))

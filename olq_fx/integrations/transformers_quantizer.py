@@ -31,7 +31,7 @@ from olq_fx.integrations.hub_models import (
     weight_at,
 )
 from olq_fx.integrations.transformers_config import OlqFxConfig
-from olq_fx.integrations.transformers_operations import FillWeight, parts_converter, streamed
+from olq_fx.integrations.transformers_operations import Faults, FillWeight, parts_converter, streamed
 from olq_fx.plan import plan_for
 from olq_fx.quantize import finalize
 from olq_fx.report import Report
@@ -44,7 +44,7 @@ class OlqFxHfQuantizer(HfQuantizer):
     Attributes:
         report: what was done with every weight.
         stored: of a model that was saved, its converted weights by their paths.
-        unfit: paths of planned weights whose values have another shape.
+        faults: what was wrong with values.
     """
 
     requires_calibration = False
@@ -55,7 +55,7 @@ class OlqFxHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.report: Report | None = None
         self.stored: dict[str, stored.StoredWeight] = {}
-        self.unfit: set[str] = set()
+        self.faults = Faults()
         self._planned: Planned | None = None
         self._largest = 0
 
@@ -88,7 +88,13 @@ class OlqFxHfQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Convert what came another way, and give weights that no file had what transformers would give them."""
+        """Convert what came another way, and give weights that no file had what transformers would give them.
+
+        Raises:
+            ConversionError: values cannot be converted, or parts do not fit.
+            PendingWeightError: a weight that was saved lacks parts.
+        """
+        self.faults.check()
         if self._planned is not None:
             assert self.report is not None
             self._planned.complete(model, self.report, model.initialize_weights)
@@ -99,17 +105,17 @@ class OlqFxHfQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a tensor is for a planned weight."""
-        return param_name not in self.unfit and weight_at(model, param_name) is not None
+        return param_name not in self.faults.unfit and weight_at(model, param_name) is not None
 
     def get_quantize_ops(self) -> FillWeight:
         """What converts the values of a weight."""
-        return FillWeight(self.unfit)
+        return FillWeight(self.faults)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """How names in the files become names of the model; what was saved has those of the model."""
         if not self.pre_quantized:
-            return [streamed(conversion) for conversion in weight_conversions]
-        return [parts_converter(self.stored, self)]
+            return [streamed(conversion, self.faults) for conversion in weight_conversions]
+        return [parts_converter(self.stored, self.faults, self)]
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of a value: `device_map="auto"` counts what the model will take."""
