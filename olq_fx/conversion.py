@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from olq_fx import panels, state, torch_private
+from olq_fx import panels, sharded, state, torch_distributed, torch_private
 from olq_fx.errors import ConversionError, InterruptedConversionError
 from olq_fx.formats import get_format
 from olq_fx.plan import Plan, PlanRow
@@ -118,6 +118,7 @@ def execute(
                 report.mark(row.path, "overridden")
         if device is not None:
             _move_rest(model, device)
+        state.leave_out_of_ddp(model)
     except BaseException as error:
         text = _how_far(done, [row.path for row in planned[len(done) :]])
         if isinstance(error, Exception):
@@ -139,15 +140,18 @@ def convert_row(model: nn.Module, row: PlanRow, *, device: torch.device | None =
     """
     with _ONE_AT_A_TIME:
         original = _parameter(model, row.path)
-        if isinstance(original, QuantizedWeight):
-            return original
+        known = sharded.weight_of(original)
+        if known is not None:
+            return known
         # Out of inference mode, or the parts could not be refreshed outside of it.
         with torch.inference_mode(False), torch.no_grad():
             parameter = _converted(original, row, device)
         del original
         sites = {(id(module), leaf): (module, leaf) for module, leaf in map(_site(model), row.names)}
         _install(list(sites.values()), parameter)
-    return parameter
+    weight = sharded.weight_of(parameter)
+    assert weight is not None
+    return weight
 
 
 def override_row(model: nn.Module, row: PlanRow) -> None:
@@ -156,8 +160,8 @@ def override_row(model: nn.Module, row: PlanRow) -> None:
     Raises:
         ConversionError: it is not converted any more.
     """
-    weight = _parameter(model, row.path)
-    if not isinstance(weight, QuantizedWeight) or row.slot is None:
+    weight = sharded.weight_of(_parameter(model, row.path))
+    if weight is None or row.slot is None:
         raise ConversionError(f"{row.path}: it is not quantized any more, so that its activations cannot be changed")
     weight.spec = dataclasses.replace(
         weight.spec,
@@ -180,6 +184,7 @@ def dequantize_(model: nn.Module) -> None:
             module._parameters[leaf] = plain
             if not state.converted_weights(module):
                 state.detach(module)
+    state.leave_out_of_ddp(model)
 
 
 def converted_weights_of(model: nn.Module) -> dict[str, QuantizedWeight]:
@@ -202,11 +207,16 @@ def _holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _dequantized(module: nn.Module, leaf: str) -> nn.Parameter:
     weight = state.converted_weights(module)[leaf]
-    return nn.Parameter(_values(weight), requires_grad=weight.was_trainable)
+    placement = torch_distributed.placement_of(module._parameters[leaf])
+    values: Any = _values(weight)
+    plain = values if placement is None else torch_distributed.distributed(values, placement)
+    return nn.Parameter(plain, requires_grad=weight.was_trainable)
 
 
-def _converted(original: Tensor, row: PlanRow, device: torch.device | None) -> QuantizedWeight:
+def _converted(original: Tensor, row: PlanRow, device: torch.device | None) -> nn.Parameter:
     spec = weight_spec(row)
+    if torch_distributed.is_distributed(original):
+        return nn.Parameter(sharded.converted_piece(original, spec, row.path), requires_grad=False)
     if _without_data(original):
         pending = Pending(row.path, original.device if device is None else device)
         weight = pending_weight(original, spec, pending)
@@ -277,12 +287,25 @@ def _obstacle(model: nn.Module, row: PlanRow) -> str:
     tensor = module._parameters.get(leaf)
     if tensor is None:
         return "it is no parameter of the model (computed by a parametrization?)"
-    if isinstance(tensor, QuantizedWeight):
+    if sharded.weight_of(tensor) is not None:
         return ""
     if not tensor.is_leaf:
         return "it is computed from other tensors (no leaf), so that converting it would cut it off from them"
+    return _made_of_others(model, row, tensor) or _unfit(row, tensor)
+
+
+def _made_of_others(model: nn.Module, row: PlanRow, tensor: Tensor) -> str:
+    """Why a tensor around other tensors cannot be converted: a piece of a distributed one can."""
+    if torch_distributed.is_distributed(tensor):
+        if any(map(torch_distributed.managed_by_fsdp, _around(model, row.path))):
+            return "fully_shard has cut it and keeps its own references to it: call quantize_ before fully_shard"
+        return sharded.obstacle(tensor, weight_spec(row))
     if torch_private.is_traceable_wrapper_subclass(tensor) and not torch_private.is_fake(tensor):
         return f"it is a {type(tensor).__name__}, whose parts this version cannot convert"
+    return ""
+
+
+def _unfit(row: PlanRow, tensor: Tensor) -> str:
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}"
     if tensor.dtype not in FLOATING:
@@ -294,10 +317,19 @@ def _obstacle(model: nn.Module, row: PlanRow) -> str:
     return ""
 
 
+def _around(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules that a parameter stands in, the model first."""
+    yield model
+    parts = path.split(".")[:-1]
+    for end in range(1, len(parts) + 1):
+        yield model.get_submodule(".".join(parts[:end]))
+
+
 def _nonfinite(tensor: Tensor) -> str:
-    if isinstance(tensor, QuantizedWeight) or _without_data(tensor):
+    if sharded.weight_of(tensor) is not None or _without_data(tensor):
         return ""
-    bad = count_nonfinite(tensor.detach())
+    distributed = torch_distributed.is_distributed(tensor)
+    bad = sharded.nonfinite(tensor) if distributed else count_nonfinite(tensor.detach())
     return f"{bad} of {tensor.numel()} values are NaN or Inf (allow_nonfinite=True lets them through)" if bad else ""
 
 

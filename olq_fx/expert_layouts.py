@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from olq_fx import torch_distributed
+
 _MERGED = re.compile(r"(\w+_)?gate_(and_)?up(_\w+)?|w13(_\w+)?|w1_w3|wi_merged")
 _DOWN = ("down_proj", "down", "w2", "w2_weight", "wo")
 
@@ -39,7 +41,8 @@ class ExpertLayout:
 
 def layout_of(module: nn.Module, leaf: str, tensor: Tensor) -> ExpertLayout | None:
     """The layout of the parameter `leaf` of a module of experts; None where only its use can tell."""
-    spec: Any = getattr(tensor, "spec", None) if getattr(type(tensor), "__olq_fx_quantized__", False) else None
+    own: Any = torch_distributed.local_tensor(tensor) if torch_distributed.is_distributed(tensor) else tensor
+    spec: Any = getattr(own, "spec", None) if getattr(type(own), "__olq_fx_quantized__", False) else None
     if spec is not None:
         return ExpertLayout(spec.transposed, spec.shards, spec.interleaved)
     transposed = _orientation(module, leaf, tensor)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from olq_fx import torch_distributed
 from olq_fx.expert_layouts import layout_of
 from olq_fx.left_alone import Place, holds_experts, in_experts, reason_for
 from olq_fx.schemes import Slot
@@ -382,7 +383,8 @@ def _stored_transposed(tensor: Tensor) -> bool:
 
 def _spec(tensor: Tensor) -> Any:
     """The `WeightSpec` of a converted weight, or None (told by a mark: its class stands on a higher floor)."""
-    return tensor.spec if getattr(type(tensor), "__olq_fx_quantized__", False) else None  # type: ignore[attr-defined]
+    own: Any = torch_distributed.local_tensor(tensor) if torch_distributed.is_distributed(tensor) else tensor
+    return own.spec if getattr(type(own), "__olq_fx_quantized__", False) else None
 
 
 def _has_scales(module: nn.Module) -> bool:

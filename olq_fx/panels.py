@@ -4,8 +4,9 @@ Statistics of the whole matrix (the scale of `fp8_per_tensor_static`, nvfp4's gl
 panel is then quantized with one row more, which holds that maximum: the panel's own statistics are the matrix's.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,9 +41,36 @@ def convert(source: Tensor, format: Format, rule: str, device: torch.device) -> 
     return parts
 
 
+Reduce = Callable[[Tensor], Tensor]
+"""Combines the maxima of this process with those of the others, in place."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """That a matrix is a piece of a larger one; every process that has one reduces as often as the others.
+
+    Attributes:
+        of_all: reduces over all pieces; None if the matrix is the whole.
+        of_rows: reduces over the pieces of the same rows; None if the rows are whole.
+    """
+
+    of_all: Reduce | None = None
+    of_rows: Reduce | None = None
+
+
+_WHOLE = Pieces()
+
+
 @torch.no_grad()
-def convert_into(parts: Parts, source: Tensor, format: Format, rule: str) -> None:
-    """Quantize `source` (N, K) and write it into existing parts; the bytes equal those of quantizing at once."""
+def convert_into(parts: Parts, source: Tensor, format: Format, rule: str, pieces: Pieces = _WHOLE) -> None:
+    """Quantize `source` (N, K) and write it into existing parts; the bytes equal those of quantizing at once.
+
+    Args:
+        parts: of (N, K).
+        source: any floating dtype and strides.
+        format, rule: how it is quantized.
+        pieces: how `source` is a piece of a larger matrix: statistics of groups are those of the larger one.
+    """
     n, k = source.shape
     device = parts[0].device
     if not source.numel():
@@ -52,6 +80,10 @@ def convert_into(parts: Parts, source: Tensor, format: Format, rule: str) -> Non
     largest = None
     if (None, None) in (format.group, format.coarse):
         largest = _largest(source, finite_only=format.coarse is not None)
+        largest = largest if pieces.of_all is None else _reduced(largest, pieces.of_all)
+    if pieces.of_rows is not None and format.group == (1, None):
+        _convert_rows_into(parts, source, format, rule, pieces.of_rows)
+        return
     elements = NATIVE_PANEL_ELEMENTS if _runs_native(source, device) else PANEL_ELEMENTS
     for top, bottom, left, right in cut(n, k, elements, format):
         panel = source[top:bottom, left:right].to(device)
@@ -60,6 +92,23 @@ def convert_into(parts: Parts, source: Tensor, format: Format, rule: str) -> Non
         quantized = torch.ops.olq_fx.quantize.default(panel.contiguous(), format.name, rule)
         for part, found, (height, width) in zip(parts, quantized, _extents(format), strict=True):
             _write(part, found, top, bottom, left, right, height, width)
+
+
+def _convert_rows_into(parts: Parts, source: Tensor, format: Format, rule: str, reduce: Reduce) -> None:
+    """Quantize a piece of rows whose scales belong to the whole rows: one column more holds what is largest in them."""
+    n, k = source.shape
+    largest = _reduced(source.abs().amax(1) if k else source.new_zeros(n), reduce)
+    for top, bottom, _, _ in cut(n, k, PANEL_ELEMENTS, format):
+        panel = torch.cat([source[top:bottom], largest[top:bottom, None]], 1).to(parts[0].device)
+        codes, scale = torch.ops.olq_fx.quantize.default(panel, format.name, rule)
+        parts[0][top:bottom].copy_(codes[:, :k])
+        parts[1][top:bottom].copy_(scale)
+
+
+def _reduced(largest: Tensor, reduce: Reduce) -> Tensor:
+    """Statistics of all processes; they travel in float32, which holds every narrower value exactly."""
+    wide = largest.to(torch.promote_types(largest.dtype, torch.float32))
+    return reduce(wide.contiguous()).to(largest.dtype)
 
 
 def _runs_native(source: Tensor, device: torch.device) -> bool:

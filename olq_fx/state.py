@@ -18,14 +18,17 @@ Loading writes into the storage that is there, so that compiled code and CUDA gr
 storage on the device of what is loaded. With `assign=True` loaded parts are taken as they are, as torch does.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from olq_fx import sharded, torch_distributed
 from olq_fx.errors import OlqFxError
 from olq_fx.formats import Format
+from olq_fx.torch_distributed import Placement
 from olq_fx.weights import FLOATING, QuantizedWeight, become, fill
 
 
@@ -73,10 +76,31 @@ def detach(module: nn.Module) -> None:
                 del hooks[key]
 
 
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_OURS = "_olq_fx_left_out_of_ddp"
+
+
+def leave_out_of_ddp(model: nn.Module) -> None:
+    """Let DistributedDataParallel around a model leave converted weights where they are.
+
+    They are frozen, so that there is nothing to reduce; and what it sends when it is built are flat buffers of
+    parameters, which these are not. What others have listed there stays.
+    """
+    held = model.__dict__
+    others = [path for path in held.get(_IGNORED, ()) if path not in held.get(_OURS, ())]
+    converted = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in converted_weights(module)
+    ]
+    if converted or _OURS in held:
+        held[_IGNORED], held[_OURS] = [*others, *converted], converted
+
+
 def converted_weights(module: nn.Module) -> dict[str, QuantizedWeight]:
-    """The converted weights among a module's own parameters."""
-    parameters: dict[str, Any] = module._parameters
-    return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, QuantizedWeight)}
+    """The converted weights among a module's own parameters; of those that are distributed, this process's pieces."""
+    found = {name: sharded.weight_of(parameter) for name, parameter in module._parameters.items()}
+    return {name: weight for name, weight in found.items() if weight is not None}
 
 
 def save_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
@@ -85,8 +109,9 @@ def save_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
         if prefix + name not in state_dict or weight.pending is not None:
             continue
         del state_dict[prefix + name]
-        single = _single(weight)
-        for key, part, whole in zip(part_names(name, weight.spec.format), weight.parts, single, strict=True):
+        placement = torch_distributed.placement_of(module._parameters[name])
+        parts: Sequence[Any] = weight.parts if placement is None else sharded.parts_of(weight, placement)
+        for key, part, whole in zip(part_names(name, weight.spec.format), parts, _single(weight), strict=True):
             state_dict[prefix + key] = part.reshape(1) if whole else part
 
 
@@ -104,7 +129,13 @@ def load_parts(
     assign = bool(local_metadata.get("assign_to_params_buffers"))
     for name, weight in converted_weights(module).items():
         keys = part_names(name, weight.spec.format)
-        message = _load(weight, prefix, name, keys, state_dict, missing_keys, assign)
+        parameter: Any = module._parameters[name]
+        found, own = state_dict, torch_distributed.placement_of(parameter)
+        if own is not None:
+            if state_dict.get(prefix + name) is parameter:
+                continue
+            found, assign = _pieces(weight, own, prefix, name, keys, state_dict), False
+        message = _load(weight, prefix, name, keys, found, missing_keys, assign)
         if message is None:
             continue
         if message:
@@ -112,7 +143,30 @@ def load_parts(
         for key in keys:
             state_dict.pop(prefix + key, None)
         # torch finds the parameter itself under its name, and copies or assigns it to itself.
-        state_dict[prefix + name] = weight
+        state_dict[prefix + name] = parameter
+
+
+def _pieces(
+    weight: QuantizedWeight, own: Placement, prefix: str, name: str, keys: Sequence[str], state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """What a state dict has for a distributed weight, cut as this process's piece is; what does not fit stays whole."""
+    found = dict(state_dict)
+    for key, place in zip(keys, sharded.part_placements(weight, own), strict=True):
+        value = state_dict.get(prefix + key)
+        if isinstance(value, Tensor) and key != name and value.numel() == math.prod(place.shape):
+            found[prefix + key] = _piece(value, place)
+    value = state_dict.get(prefix + name)
+    if isinstance(value, Tensor) and tuple(value.shape) == own.shape:
+        packed = weight.spec.format.packed
+        codes = not packed and value.dtype == weight.codes.dtype
+        found[prefix + name] = _piece(value, sharded.part_placements(weight, own)[0] if codes else own)
+    return found
+
+
+def _piece(value: Tensor, place: Placement) -> Tensor:
+    single = value.dim() == 1 and len(place.shape) == 2
+    piece = torch_distributed.placed_like(value.reshape(place.shape), place)
+    return piece.reshape(1) if single else piece
 
 
 def _load(

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olq_fx import numerics
+from olq_fx import numerics, torch_distributed
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.weights_encoding import check_values, encode_into
+from olq_fx.weights_gathered import new_piece
 from olq_fx.weights_products import times_right
 from olq_fx.weights_tensor import Pending, QuantizedWeight, implements, unsupported
 from olq_fx.weights_views import is_row_axis, transposed
@@ -94,7 +95,9 @@ def _empty_like(func: Any, weight: QuantizedWeight, *, device: torch.device | No
     metadata_only=True,
 )
 def _new(func: Any, weight: QuantizedWeight, *args: Any, **options: Any) -> Any:
-    """A plain tensor: only shape, dtype and device are asked of the weight."""
+    """A plain tensor: only shape, dtype and device are asked of the weight. For `fully_shard`, storage for a piece."""
+    if func is aten.new_zeros.default and torch_distributed.sharded_by_fsdp():
+        return new_piece(weight.ready(), args[0])
     shape = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
     return func(shape, *args, **{**options, "device": options.get("device") or weight.device})
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from olq_fx import torch_distributed
 from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.weights_aten import copy_parts, mark_as_changed
 from olq_fx.weights_encoding import check_values, encode_into
@@ -29,7 +30,7 @@ _AS_MATRICES = (
     *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     *(aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default),
     *(aten.new_ones.default, aten.new_full.default, aten.new_empty_strided.default),
-    *(aten.detach.default, aten.alias.default, aten.lift_fresh.default),
+    *(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.as_strided.default),
     *(aten.t.default, aten.transpose.int, aten.mm.default, aten.mv.default, aten.addmm.default, aten.linear.default),
     *(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype),
     *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.std.correction),
@@ -180,6 +181,8 @@ def _permute(func: Any, weight: QuantizedStack, dims: Sequence[int]) -> Any:
 @implements_stack(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.expand.default)
 def _same_shape(func: Any, weight: QuantizedStack, size: Sequence[int], *others: Any, **options: Any) -> Any:
     """A view of the same shape; chosen experts may be numbered along other leading dimensions."""
+    if tuple(size) == (-1,) and torch_distributed.sharded_by_fsdp():
+        return STACK_ATEN[aten.alias.default](aten.alias.default, weight)
     if weight.ids is not None and func is not aten.expand.default and tuple(size[-2:]) == tuple(weight.shape[-2:]):
         ids = weight.ids.reshape(list(size[:-2]))
         return weight.choosing(ids, [*ids.shape, *weight.shape[-2:]])

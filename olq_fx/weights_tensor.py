@@ -19,6 +19,7 @@ from olq_fx.errors import PendingWeightError, UnsupportedError
 from olq_fx.formats import Format, get_format
 from olq_fx.kernels import expert_gate_ops, expert_ops, ops  # noqa: F401 (they register torch.ops.olq_fx)
 from olq_fx.numerics import Parts
+from olq_fx.weights_gathered import Gathered
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def overrides(*functions: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-class QuantizedWeight(torch.Tensor):
+class QuantizedWeight(Gathered, torch.Tensor):
     """A quantized matrix that stands where the original weight stood.
 
     Its shape, dtype, device and strides are the original's (so `weight.dtype` is what LoRA and autocast expect); the

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from olq_fx import torch_private
+from olq_fx import torch_distributed, torch_private
 from olq_fx.kernels.reference import rows_of
 from olq_fx.weights_tensor import QuantizedWeight, implements, unsupported
 
@@ -24,7 +24,12 @@ def _alias(func: Any, weight: QuantizedWeight) -> Any:
 
 @implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, metadata_only=True)
 def _view(func: Any, weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int] | None = None) -> Any:
-    """The same matrix, with broadcast leading dimensions merged or split (as torch.matmul does)."""
+    """The same matrix, with broadcast leading dimensions merged or split (as torch.matmul does).
+
+    `fully_shard` keeps a flat view of each parameter; of one with parts it never looks into it.
+    """
+    if tuple(size) == (-1,) and torch_distributed.sharded_by_fsdp():
+        return weight.view_like()
     shape = _inferred(weight, size)
     if not weight.shape or tuple(shape[-2:]) != tuple(weight.shape[-2:]):
         raise unsupported(func, (weight,), {})
@@ -39,6 +44,17 @@ def _inferred(weight: QuantizedWeight, size: Sequence[int]) -> list[int]:
     for length in size:
         known *= length if length != -1 else 1
     return [weight.numel() // known if length == -1 else length for length in size]
+
+
+@implements(aten.as_strided.default, metadata_only=True)
+def _as_strided(
+    func: Any, weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
+    """The same weight, which `fully_shard` asks for in this way."""
+    same = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not storage_offset
+    if not same:
+        raise unsupported(func, (weight,), {})
+    return weight.view_like()
 
 
 @implements(aten.expand.default, metadata_only=True)
