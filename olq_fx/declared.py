@@ -26,7 +26,8 @@ KEYS = ("quantization_config", "compression_config")
 """Where a configuration declares a method."""
 
 OWN = "olq_fx"
-"""The method of this library. It declares nothing: what is quantized by it, the weights of the model say themselves."""
+"""The method of this library. An object that names it is of `olq_fx.integrations`, which loads the model: its weights say
+themselves what is quantized. Only a dictionary, as it stands in a file, speaks of weights that are not here."""
 
 _SKIPPED = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
@@ -145,7 +146,7 @@ def declarations(places: Iterable[Place]) -> dict[str, Declaration]:
             continue
         seen.add(id(config))
         declared = _declared(config)
-        if declared is not None and str(getattr(method := declared.get("quant_method"), "value", method)) != OWN:
+        if declared is not None:
             found[place.path] = _read(place.path, declared)
     return found
 
@@ -154,11 +155,11 @@ def _declared(config: object) -> Mapping[str, Any] | None:
     """The dictionary in which a configuration declares a method, or None."""
     for key in KEYS:
         try:
-            value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-            value = _dictionary(value)
+            given = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+            value = _dictionary(given)
         except Exception:  # a property or a conversion of another library, that fails in its own way
             continue
-        if value:
+        if value and (value is given or value.get("quant_method") != OWN):
             return value
     return None
 

@@ -314,6 +314,14 @@ def test_what_is_loaded_can_be_planned_again(load: Any):
     assert_same_model(model, load(DENSE, "int8"))
 
 
+def test_a_saved_configuration_alone_says_that_the_weights_are_quantized(hub: Any, load: Any, tmp_path: Path):
+    load(DENSE, "int8").save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = hub.AutoModelForCausalLM.from_config(hub.AutoConfig.from_pretrained(tmp_path))
+    with pytest.raises(PlanError, match="declares that it is quantized by 'olq_fx'"):
+        olq_fx.plan_for("int8", model)
+
+
 def test_copies(load: Any, tmp_path: Path):
     model = load(DENSE, "int8")
     for index, twin in enumerate([copy.deepcopy(model), pickle.loads(pickle.dumps(model))]):
@@ -432,20 +440,15 @@ def test_dequantize_gives_an_ordinary_model_that_saves_as_one(load: Any, tmp_pat
     assert_same_model(load(tmp_path), model)
 
 
-def test_importing_the_library_registers_nothing(hub: Any):
-    code = (
-        "import sys, olq_fx; assert 'transformers' not in sys.modules; "
-        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as found; assert 'olq_fx' not in found; "
-        "import olq_fx.integrations.transformers as ours; assert found['olq_fx'] is ours.OlqFxHfQuantizer; "
-        "ours.register_quantization()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 CHILD = """
-import json, sys, torch, transformers, olq_fx
-from olq_fx.integrations.transformers import OlqFxConfig
+import json, sys, olq_fx
+assert "transformers" not in sys.modules
+import transformers
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known
+assert "olq_fx" not in known
+from olq_fx.integrations.transformers import OlqFxConfig, OlqFxHfQuantizer, register_quantization
+assert known["olq_fx"] is OlqFxHfQuantizer
+register_quantization()
 from olq_fx.testing import live_bytes
 warm, path, scheme = sys.argv[1:]
 load = transformers.AutoModelForCausalLM.from_pretrained
@@ -472,7 +475,9 @@ def anonymous_bytes(pid: int) -> int:
         ("Mixtral", MIXTURE, {"intermediate_size": 512, "num_hidden_layers": 5, "num_local_experts": 6}),
     ],
 )
-def test_memory_never_holds_the_original(hub: Any, saved: Any, name: str, warm: Path, sizes: dict[str, int]):
+def test_importing_registers_and_memory_never_holds_the_original(
+    hub: Any, saved: Any, name: str, warm: Path, sizes: dict[str, int]
+):
     wide = {"hidden_size": 1024, "head_dim": 128, "num_attention_heads": 8, "dtype": torch.bfloat16}
     path = saved(name, **wide, **sizes)
     original = sum(file.stat().st_size for file in path.glob("*.safetensors"))
