@@ -26,7 +26,7 @@ KEYS = ("quantization_config", "compression_config")
 """Where a configuration declares a method."""
 
 OWN = "olq_fx"
-"""The method of this library. An object that names it is of `olq_fx.integrations`, which loads the model: the weights say
+"""The method of this library. An object that names it is of `olq_fx.integrations`, which loads the model: weights say
 themselves what is quantized. Only a dictionary, as it stands in a file, speaks of weights that are not here."""
 
 _SKIPPED = (
