@@ -26,6 +26,10 @@ from olq_fx.schemes import SCHEMES, canonical
 KEYS = ("quantization_config", "compression_config")
 """Where a configuration declares a method."""
 
+OWN = "olq_fx"
+"""The method of this library. An object that names it is of `olq_fx.integrations`, which loads the model: weights say
+themselves what is quantized. Only a dictionary, as it stands in a file, speaks of weights that are not here."""
+
 _SKIPPED = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
     "llm_int8_skip_modules",
@@ -160,11 +164,11 @@ def _declared(config: object) -> Mapping[str, Any] | None:
     """The dictionary in which a configuration declares a method, or None."""
     for key in KEYS:
         try:
-            value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-            value = _dictionary(value)
+            given = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+            value = _dictionary(given)
         except Exception:  # a property or a conversion of another library, that fails in its own way
             continue
-        if value:
+        if value and (value is given or value.get("quant_method") != OWN):
             return value
     return None
 

@@ -17,6 +17,7 @@ What works on one, in eager mode, under autocast, in inference mode, and traced 
   along the other axis is refused outside a backward pass.
 - t, transpose, detach, alias, view (broadcasting only), expand; rows by slice, chunk, split, select.
 - clone, deepcopy, pickle, `.to`, `.half()`: codes and scales keep their dtype, only the nominal dtype changes.
+- `+=` and `-=` of a tensor of its shape: the sum, converted into the same storage (how adapters are merged).
 - `copy_` and `.data =` of original-precision values: converted into the same storage; of a pending weight also into any
   view of it, in any order: it converts with the last value.
 - embedding, index_select, integer indexing: dequantized rows, only those asked for.
@@ -33,7 +34,7 @@ Everything else raises UnsupportedError with the weight's name: arithmetic would
 import torch
 from torch import Tensor
 
-from olq_fx import weights_experts, weights_functions, weights_pieces  # noqa: F401 (they say what is done with weights)
+from olq_fx import weights_experts, weights_functions, weights_inplace, weights_pieces  # noqa: F401 (handlers)
 from olq_fx.weights_arrival import become, fill, missing, settle
 from olq_fx.weights_aten import FLOATING
 from olq_fx.weights_encoding import encode, without_values

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from olq_fx import torch_private
 from olq_fx import weights_expert_functions as experts
-from olq_fx.errors import UnsupportedError
+from olq_fx.errors import OlqFxError, UnsupportedError
 from olq_fx.weights_arrival import arrive, fill
 from olq_fx.weights_products import along_k
 from olq_fx.weights_stack import QuantizedStack
@@ -270,6 +270,15 @@ def _is_shared(func: Any, weight: QuantizedWeight) -> bool:
 def _dlpack(func: Any, weight: QuantizedWeight, *args: Any, **kwargs: Any) -> Any:
     """Refused: torch would hand out an address that is none."""
     raise UnsupportedError(f"{weight.label} is quantized and has no memory of its own; export weight.dequantize()")
+
+
+@overrides(Tensor.storage)
+def _storage(func: Any, weight: QuantizedWeight, *args: Any, **kwargs: Any) -> Any:
+    """Refused: safetensors asks for it, and would write what is at an address that is none."""
+    raise OlqFxError(
+        f"{weight.label} is quantized and has no storage of its own: save the state dict of its module, which has the "
+        "parts"
+    )
 
 
 @overrides(torch.isclose, torch.allclose, torch.quantile, Tensor.isclose, Tensor.allclose, Tensor.quantile)

@@ -46,16 +46,18 @@ class QuantizedStack(QuantizedWeight):
     def __new__(
         cls: type["QuantizedStack"],
         parts: Sequence[Tensor],
-        spec: WeightSpec,
-        dtype: torch.dtype,
-        size: Sequence[int],
+        spec: WeightSpec | None = None,
+        dtype: torch.dtype | None = None,
+        size: Sequence[int] = (),
         stride: Sequence[int] | None = None,
         pending: Pending | None = None,
         ids: Tensor | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> "QuantizedStack":
         """Wrap `parts`: see `QuantizedWeight`. `size` has the leading dimensions of `ids`, or E, or none if E is 1."""
-        self: Any = QuantizedWeight.__new__(cls, parts, spec, dtype, size, stride, pending)
-        self.ids = ids
+        self: Any = QuantizedWeight.__new__(cls, parts, spec, dtype, size, stride, pending, requires_grad=requires_grad)
+        self.ids = self.ids if isinstance(parts, Tensor) else ids
         found: QuantizedStack = self
         return found
 

@@ -143,13 +143,15 @@ class QuantizedWeight(Gathered, torch.Tensor):
     def __new__(
         cls: type["QuantizedWeight"],
         parts: Sequence[Tensor],
-        spec: WeightSpec,
-        dtype: torch.dtype,
-        size: Sequence[int],
+        spec: WeightSpec | None = None,
+        dtype: torch.dtype | None = None,
+        size: Sequence[int] = (),
         stride: Sequence[int] | None = None,
         pending: Pending | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> "QuantizedWeight":
-        """Wrap `parts`.
+        """Wrap `parts`; or make a parameter of a weight, as `type(parameter)(tensor, requires_grad=...)` does.
 
         Args:
             parts: (codes, scale) or (codes, scale, coarse) of an (N, K) matrix in `spec.format`.
@@ -159,7 +161,14 @@ class QuantizedWeight(Gathered, torch.Tensor):
                 broadcast.
             stride: nominal strides; contiguous by default.
             pending: set if the parts have no data.
+            requires_grad: of the parameter.
+
+        Raises:
+            UnsupportedError: a parameter is to be made of a tensor that is no converted weight with data.
         """
+        if isinstance(parts, Tensor):
+            return _parameter_of(parts, requires_grad)
+        assert spec is not None
         device = parts[0].device if pending is None else pending.device
         self: QuantizedWeight = torch.Tensor._make_wrapper_subclass(
             cls, tuple(size), strides=None if stride is None else tuple(stride), dtype=dtype, device=device
@@ -374,6 +383,19 @@ class UnflattenedWeight(QuantizedWeight):
     def __tensor_flatten__(self) -> Any:
         """Not there."""
         raise AttributeError("__tensor_flatten__")
+
+
+def _parameter_of(tensor: Tensor, requires_grad: bool) -> QuantizedWeight:
+    """A parameter around a weight, for libraries that move weights and make the type of a parameter anew."""
+    if isinstance(tensor, QuantizedWeight) and tensor.pending is None:
+        parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        return parameter  # type: ignore[no-any-return]
+    what = tensor.label if isinstance(tensor, QuantizedWeight) else f"a plain tensor of shape {tuple(tensor.shape)}"
+    raise UnsupportedError(
+        f"no quantized parameter can be made of {what}: whatever puts the data of weights aside and sets them again by "
+        "one name (the offload hooks of accelerate) would take its parts apart; keep the model on one device, or move "
+        "whole modules (cpu_offload_with_hook, diffusers' group offloading). copy_ and load_state_dict give it values"
+    )
 
 
 def root_of(weight: QuantizedWeight) -> QuantizedWeight:
