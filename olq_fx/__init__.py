@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
     from olq_fx.configuration import QuantizationConfig
     from olq_fx.dynamo import backend
     from olq_fx.kernels.tuned_tables import TunedTable, use_tuned
+    from olq_fx.loading import LoadReport, load_
     from olq_fx.plan import Plan, plan_for
     from olq_fx.plan_diff import PlanDiff, diff_plans
     from olq_fx.quantize import dequantize_, finalize, quantize_
@@ -26,6 +27,7 @@ if typing.TYPE_CHECKING:
 else:
     # Imported on first use: together they take as long as all the rest. The operators are there from the start.
     _MODULE_OF = {
+        "LoadReport": "loading",
         "Plan": "plan",
         "PlanDiff": "plan_diff",
         "QuantizationConfig": "configuration",
@@ -36,6 +38,7 @@ else:
         "dequantize_": "quantize",
         "diff_plans": "plan_diff",
         "finalize": "quantize",
+        "load_": "loading",
         "plan_for": "plan",
         "quantize_": "quantize",
         "use_tuned": "kernels.tuned_tables",
@@ -57,6 +60,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "SCHEMES",
+    "LoadReport",
     "OlqFxError",
     "OlqFxWarning",
     "Plan",
@@ -71,6 +75,7 @@ __all__ = [
     "dequantize_",
     "diff_plans",
     "finalize",
+    "load_",
     "plan_for",
     "quantize_",
     "use_tuned",

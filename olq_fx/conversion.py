@@ -123,7 +123,7 @@ def execute(
         text = _how_far(done, [row.path for row in planned[len(done) :]])
         if isinstance(error, Exception):
             raise InterruptedConversionError(f"{type(error).__name__}: {error}. {text}") from error
-        _note(error, text)
+        note(error, text)
         raise
 
 
@@ -395,7 +395,7 @@ def _how_far(done: Sequence[str], left: Sequence[str]) -> str:
     )
 
 
-def _note(error: BaseException, text: str) -> None:
+def note(error: BaseException, text: str) -> None:
     """`add_note`, also where Python (3.10) has none."""
     if hasattr(error, "add_note"):
         error.add_note(text)

@@ -5,6 +5,7 @@ API:
     Declaration: path, method, schemes, skipped, only, experts_only
         .covers(kind, module_path)     whether the checkpoint brings this weight quantized
         .agrees(scheme)                whether it is what that scheme asks for
+    declaration_of(config) -> Declaration | None      what one configuration declares
 
 Read is the key `quantization_config` (older files: `compression_config`) of a transformers or diffusers configuration,
 dictionary or object. Names of methods, of their options and of what they skip are those of the files themselves.
@@ -97,6 +98,7 @@ class Declaration:
         skipped: names and patterns of what it left in original precision.
         only: names and patterns of what it quantized, where it lists that; empty if it is all that is not skipped.
         experts_only: whether only the weights of experts are quantized (mxfp4, as gpt-oss has it).
+        block: the rows and columns of blocks that share a scale, where it says so.
     """
 
     path: str
@@ -105,6 +107,7 @@ class Declaration:
     skipped: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     experts_only: bool = False
+    block: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         """For messages."""
@@ -151,6 +154,12 @@ def declarations(places: Iterable[Place]) -> dict[str, Declaration]:
     return found
 
 
+def declaration_of(config: object) -> Declaration | None:
+    """What the configuration of one model declares, a dictionary or an object; None if nothing."""
+    declared = _declared(config)
+    return None if declared is None else _read("", declared)
+
+
 def _declared(config: object) -> Mapping[str, Any] | None:
     """The dictionary in which a configuration declares a method, or None."""
     for key in KEYS:
@@ -186,7 +195,14 @@ def _read(path: str, declared: Mapping[str, Any]) -> Declaration:
         skipped=tuple(name for key in _SKIPPED for name in _names(declared.get(key))),
         only=tuple(_only(spelled, declared)),
         experts_only=spelled in ("mxfp4", "gpt_oss_mxfp4"),
+        block=_extents(declared.get("weight_block_size")),
     )
+
+
+def _extents(value: object) -> tuple[int, int] | None:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(one, int) for one in value):
+        return value[0], value[1]
+    return None
 
 
 def _names(value: object) -> Iterator[str]:

@@ -37,6 +37,14 @@ class InterruptedConversionError(OlqFxError, RuntimeError):
     """A conversion stopped half way; every layer is wholly original or wholly converted and the message lists which."""
 
 
+class LoadError(OlqFxError, ValueError):
+    """A source cannot be loaded into a model: names, shapes or dtypes do not fit, a file is damaged or never read."""
+
+
+class InterruptedLoadError(OlqFxError, RuntimeError):
+    """Loading stopped half way; every weight has its values or is pending, and the message lists which are."""
+
+
 class BackendError(OlqFxError, RuntimeError):
     """The inner compiler failed, or a converted weight was replaced by something the compiled code cannot use."""
 

@@ -13,6 +13,7 @@ from olq_fx.configuration import QuantizationConfig
 from olq_fx.configuration_values import INHERIT
 from olq_fx.conversion import dequantize_ as _dequantize
 from olq_fx.errors import ConfigurationError, ConfigurationTypeError, PendingWeightError, shown
+from olq_fx.foreign_torchao import take_over
 from olq_fx.plan import plan_for
 from olq_fx.report import Report
 from olq_fx.weights import QuantizedWeight, missing, settle
@@ -29,6 +30,7 @@ def quantize_(
 ) -> Report:
     """Quantize the linear weights of `model` in place; `torch.compile(model)` works before and after.
 
+    Weights that torchao has quantized in a format of ours are taken over with the codes and scales that they have.
     Every planned weight is read once before anything is changed. Then each is converted and its original freed before
     the next is read: memory never exceeds what was there plus one converted weight and 64 MiB. A weight on meta is
     converted when its data are loaded.
@@ -55,10 +57,16 @@ def quantize_(
     parsed = QuantizationConfig.parse(config, **keys)
     root = _original_module(model)
     target = _target(device)
-    candidates = None if example_inputs is None else _traced(root, example_inputs)
-    plan = plan_for(parsed, root, strict=strict, candidates=candidates, device=target)
-    report = Report(plan)
-    conversion.preflight(root, plan.rows)
+    taken = take_over(root)
+    try:
+        candidates = None if example_inputs is None else _traced(root, example_inputs)
+        plan = plan_for(parsed, root, strict=strict, candidates=candidates, device=target)
+        report = Report(plan)
+        conversion.preflight(root, plan.rows)
+    except BaseException:
+        taken.undo()
+        raise
+    del taken
     conversion.execute(root, plan, report, device=target, progress=progress)
     return report
 

@@ -142,6 +142,34 @@ class Arrival:
         for piece in pieces:
             self._take(piece)
 
+    def take_parts(self, ranges: Ranges, source: QuantizedWeight) -> bool:
+        """Take codes and scales as they are: of rows of one matrix, in its own format, that share none with others.
+
+        Returns:
+            Whether these are such rows; else nothing was taken.
+        """
+        whole = torch.empty(source.shape, device="meta")
+        if source.spec.weight != self._spec.weight or source.spec.skip or source.dim() != 2 or source.spec.transposed:
+            return False
+        pieces = list(self._pieces(ranges, whole.reshape([len(one) for one in ranges])))
+        if len(pieces) != 1:
+            return False
+        (piece,) = pieces
+        matrix = self._matrices[piece.key]
+        alone = matrix.is_whole(piece.rows, piece.columns) or (self._stands_alone(piece) and matrix.staged is None)
+        if not alone or len(piece.rows) != source.shape[0]:
+            return False
+        for own, part in zip(self._rows_of(piece.key, piece.rows), source.parts, strict=True):
+            own.copy_(part)
+        if matrix.is_whole(piece.rows, piece.columns):
+            matrix.missing, matrix.staged, matrix.rows = None, None, []
+        elif matrix.missing is not None:
+            matrix.rows.append(piece.rows)
+            matrix.missing.take(piece.rows, piece.columns)
+            if not matrix.missing.count:
+                self._finish(piece.key, matrix)
+        return True
+
     def _pieces(self, ranges: Ranges, values: Tensor) -> Iterator[_Piece]:
         """Cut what arrives by matrices."""
         *experts, first, second = ranges
@@ -214,11 +242,17 @@ class Arrival:
         if self._parts is None or len(self._size) == 2:
             self._parts = encode(values.t() if spec.transposed else values, spec, self.device)
             return
+        panels.convert_into(self._rows_of(key, rows), values, format, spec.weight_rule)
+
+    def _rows_of(self, key: tuple[int, int], rows: range) -> Parts:
+        """Where the parts of rows of a matrix go, among those of all."""
         expert, shard = key
-        parts = tuple(of_shard(part[expert], shard, self._shards) for part in self._parts)
-        if rows != range(self._matrices[key].n):
-            parts = rows_of(parts, format, rows.start, rows.stop)
-        panels.convert_into(parts, values, format, spec.weight_rule)
+        if self._parts is None:
+            self._parts = empty_parts_of(self._spec, self._size, self.device)
+        experts = self._parts if len(self._size) == 2 else tuple(part[expert] for part in self._parts)
+        parts = tuple(of_shard(part, shard, self._shards) for part in experts)
+        whole = rows == range(self._matrices[key].n)
+        return parts if whole else rows_of(parts, self._spec.format, rows.start, rows.stop)
 
 
 def _overlap(one: range, other: range) -> bool:
@@ -265,13 +299,24 @@ def arrive(weight: QuantizedWeight, view: Tensor, source: Tensor) -> None:
     assert pending is not None
     label = f"'{pending.path}'"
     _check_shape(source, view, label)
+    like = torch.empty_strided(weight.shape, weight.stride(), device="meta")
+    if isinstance(source, QuantizedWeight) and _arrives_quantized(weight, view, like, source):
+        return
     values = source.dequantize() if isinstance(source, QuantizedWeight) else source.detach()
     check_values(values, label)
-    like = torch.empty_strided(weight.shape, weight.stride(), device="meta")
     with _ONE_AT_A_TIME, torch.no_grad(), torch.inference_mode(False):
         found = list(regions(view, like, values))
         _arrival(weight, source.device).take(found, label)
         settle(weight)
+
+
+def _arrives_quantized(weight: QuantizedWeight, view: Tensor, like: Tensor, source: QuantizedWeight) -> bool:
+    """Whether values that are quantized in the format of the weight could be taken without quantizing them anew."""
+    with _ONE_AT_A_TIME, torch.no_grad(), torch.inference_mode(False):
+        found = [ranges for ranges, _ in regions(view, like, torch.empty(view.shape, device="meta"))]
+        taken = len(found) == 1 and _arrival(weight, source.device).take_parts(found[0], source)
+        settle(weight)
+        return taken
 
 
 def _check_shape(source: Tensor, view: Tensor, label: str) -> None:

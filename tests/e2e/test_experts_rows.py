@@ -84,7 +84,8 @@ def assert_right(model: Any, scheme: str, x: Tensor, ids: Tensor, weights: Tenso
     for form, y in found.items():
         assert y.shape == x.shape
         assert y.dtype == x.dtype
-        assert_sqnr(y, expected, 110 if exact else 10 if "fp4" in scheme else 25, name=form)
+        # Two layers of weights and activations at 30 dB each are 24 dB on average; of one token some more or less.
+        assert_sqnr(y, expected, 110 if exact else 10 if "fp4" in scheme else 21, name=form)
         assert_sqnr(y, found["grouped_mm"], 110, name=form)
 
 

@@ -1,0 +1,380 @@
+"""`load_`: a checkpoint into a model in one stream, every weight converted when its last value is there.
+
+All names, shapes and dtypes are matched first, by the headers of the files; whatever does not fit is refused while the
+model is as it was. Then the tensors are read in the order of the files: one is converted on the device while another
+thread brings the next one into memory, and none is held any longer.
+"""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from olq_fx import loading_transformers
+from olq_fx.conversion import note
+from olq_fx.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    InterruptedLoadError,
+    LoadError,
+    OlqFxError,
+    shown,
+)
+from olq_fx.loading_foreign import regrouped
+from olq_fx.loading_names import Naming
+from olq_fx.loading_plan import Planner, Step, listed
+from olq_fx.loading_slots import Filling, Slot, bare_buffers, obstacle, slots_of
+from olq_fx.loading_sources import Source, in_memory, opened
+from olq_fx.progress import Bar, progress_bar
+from olq_fx.weights import FLOATING
+
+_SHOWN = 24
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What `load_` has done.
+
+    Attributes:
+        source: what was loaded.
+        converted: the quantized weights that were given values, by their paths.
+        loaded: the other parameters and buffers that were.
+        recomputed: buffers that no source brings, which the model's own code has computed.
+        taken: weights that were quantized already, each with its format: codes and scales are taken as they are. Those
+            that have no format here were dequantized; instead of a format they have the reason.
+        left_out: tensors that are not needed, such as scales of activations.
+        missing: what got no values, or not all (with `strict=False`).
+        unexpected: tensors of the source that the model has no place for (with `strict=False`).
+        bytes_read: bytes of the tensors that were read.
+        seconds: that it took.
+    """
+
+    source: str
+    converted: tuple[str, ...]
+    loaded: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    taken: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    bytes_read: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """In a few lines."""
+        speed = self.bytes_read / 1e9 / max(self.seconds, 1e-9)
+        lines = [
+            f"{self.source}: {self.bytes_read / 2**20:.1f} MiB read in {self.seconds:.2f} s ({speed:.2f} GB/s)",
+            f"{len(self.converted)} weights converted, {len(self.loaded)} tensors loaded as they are, "
+            f"{len(self.recomputed)} buffers computed",
+        ]
+        if self.taken:
+            formats = ", ".join(f"{count} in {name}" for name, count in Counter(how for _, how in self.taken).items())
+            lines.append(f"quantized by others already: {formats}")
+        for what, names in (
+            ("left out", self.left_out),
+            ("without values", self.missing),
+            ("not expected", self.unexpected),
+        ):
+            if names:
+                lines.append(f"{what}: {listed(names[:_SHOWN], len(names))}")
+        return "\n".join(lines)
+
+
+def load_(
+    model: nn.Module,
+    source: object,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    strict: bool = True,
+    progress: bool = True,
+    offload: torch.device | str | None = None,
+) -> LoadReport:
+    """Load a checkpoint into `model`, and convert the weights that `quantize_` has planned as they arrive.
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        olq_fx.quantize_(model, "fp8_per_block")
+        olq_fx.load_(model, "path/of/the/checkpoint")
+
+    Memory never exceeds the loaded model by more than its largest weight in float32 and 64 MiB. A model that is not
+    quantized is loaded as it is; the weights of one that is converted get new values in the storage that they have. The
+    values of a weight are converted from the dtype that the source has. Of transformers' models the names in
+    checkpoints are converted by transformers' own rules. Hooks of `load_state_dict` are not run.
+
+    Args:
+        model: any module, usually built under `torch.device("meta")`.
+        source: the path of a safetensors file, of an index of such files, or of a directory with either; a state
+            dict; or an iterator of (name, tensor), whose faults are found only when they come. Pickled files are
+            refused. The files that an index names are in its directory or below, or linked there.
+        device: where what has no storage yet gets it, and where weights are converted; by default where the rest of
+            the model has its storage, or the CPU. What has storage keeps it.
+        dtype: of floating parameters and buffers from then on; by default each keeps its own, whatever the source has.
+        strict: whether missing and unexpected names are errors, or listed in the report. Names that a model of
+            transformers says it does without are neither.
+        progress: show a bar, on a terminal.
+        offload: "cpu" for models larger than the device: converted weights are moved there from the device, into
+            pinned memory if that is a GPU.
+
+    Returns:
+        What was loaded and converted.
+
+    Raises:
+        LoadError: names, shapes or dtypes do not fit, or a file is damaged, pickled or not there; the model is as it
+            was. Of an iterator: the tensors before are loaded.
+        ConversionError: a weight has NaN or Inf; the message says which, and how far loading was.
+        InterruptedLoadError: an error on the way. Every weight has its values or is pending; calling again goes on.
+        ConfigurationError, ConfigurationTypeError: an argument has no meaning.
+    """
+    root = _module(model)
+    begun = time.perf_counter()
+    opening = opened(source, root)
+    job = _Job(root, opening, _options(root, device, dtype, offload), strict=strict)
+    job.check(moved=device is not None)
+    with progress_bar(progress) as bar, torch.inference_mode(False), torch.no_grad():
+        job.run(bar)
+    return job.report(time.perf_counter() - begun)
+
+
+class _Job:
+    """One call of `load_`.
+
+    Attributes:
+        slots: the places of the model, by their names.
+        filling: how values get there.
+    """
+
+    def __init__(self, model: nn.Module, source: Source, filling: Filling, *, strict: bool) -> None:
+        self._source, self._strict = source, strict
+        self.slots, self.filling = slots_of(model), filling
+        naming = loading_transformers.naming_of(model, self.slots, source.tensors)
+        self._naming = Naming(self.slots) if naming is None else naming
+        found = regrouped(source.tensors, model, self.slots, self._naming, source.label)
+        self._taken, self._left_out = found.taken, found.left_out
+        source = dataclasses.replace(source, tensors=found.tensors)
+        self._source = source
+        self._planner = Planner(self.slots, self._naming)
+        self._bare = list(dict.fromkeys(bare_buffers(model).values()))
+        self._steps = [step for tensor in source.tensors for step in self._planner.add(tensor)]
+        if source.arriving is None:
+            self._steps += self._planner.finish()
+        self._recomputed = self._naming.recompute(self._without_values() if self._bare or self._steps else [])
+        self._filled: dict[Slot, None] = {}
+        self._done = self._read = 0
+
+    def _without_values(self) -> list[Slot]:
+        """The buffers on meta that the source does not bring."""
+        if self._source.arriving is not None:
+            return self._bare
+        missed = [slot for slot in self._untouched() if slot.is_buffer]
+        return [*self._bare, *missed]
+
+    def _untouched(self) -> list[Slot]:
+        """Places without values that the source does not bring, and that are not called missing."""
+        missing = self._planner.missing()
+        return [
+            slot
+            for slot in dict.fromkeys(self.slots.values())
+            if not slot.has_storage
+            and slot not in missing
+            and slot not in self._planner.twins
+            and slot not in self._planner.refused
+            and not self._planner.complete(slot)
+        ]
+
+    def check(self, *, moved: bool) -> None:
+        """Refuse what does not fit, while the model is as it was.
+
+        Args:
+            moved: whether a device was asked for, on which everything must be then.
+
+        Raises:
+            LoadError: with all that was found.
+        """
+        found = list(self._planner.problems)
+        for slot in dict.fromkeys(self.slots.values()):
+            if reason := obstacle(slot, self.filling, moved=moved):
+                found.append(f"'{slot.name}': {reason}")
+        if self._strict:
+            if self._planner.unexpected:
+                found.append(f"the model has no place for {self._planner.nowhere()}")
+            if self._source.arriving is None:
+                found += self._absent()
+            found += [self._bare_text(slot) for slot in self._bare if slot not in self._recomputed]
+        if found:
+            text = "; ".join(found[:_SHOWN]) + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+            raise LoadError(f"{self._source.label} cannot be loaded: {text}. Nothing was loaded")
+
+    def _absent(self) -> list[str]:
+        """What no tensor of the source brings."""
+        missing = list(self._planner.missing().values())
+        found = [f"missing are {listed(missing[:_SHOWN], len(missing))}"] if missing else []
+        return found + [self._bare_text(slot) for slot in self._untouched() if slot not in self._recomputed]
+
+    @staticmethod
+    def _bare_text(slot: Slot) -> str:
+        return (
+            f"'{slot.name}' is on meta, and its values are neither in the source nor computed by the model's own code: "
+            "build it with values (with torch.device('cpu') around it)"
+        )
+
+    def run(self, bar: Bar) -> None:
+        """Read, convert, and say how far it went if that stops."""
+        self._forget_interrupted()
+        known = self._source.arriving is None
+        bar.start("loading", len(self._steps) if known else None)
+        try:
+            for step in self._ahead() if known else self._arriving():
+                self._do(step)
+                bar.advance()
+            self._end()
+        except OlqFxError as error:
+            raise type(error)(f"{error}; {self._how_far()}") from error
+        except Exception as error:
+            raise InterruptedLoadError(f"{type(error).__name__}: {error}; {self._how_far()}") from error
+        except BaseException as error:
+            note(error, self._how_far())
+            raise
+
+    def _forget_interrupted(self) -> None:
+        """Pieces that an interrupted call has left are read again with all others of their weight."""
+        for slot in dict.fromkeys(self.slots.values()):
+            weight = slot.weight
+            all_come = self._planner.complete(slot) or (self._source.arriving is not None and self._strict)
+            if weight is not None and weight.pending is not None and all_come:
+                weight.arrival = None
+
+    def _ahead(self) -> Iterator[Step]:
+        """The steps, each once its tensors are in memory; those of the next are brought there meanwhile."""
+        with concurrent.futures.ThreadPoolExecutor(1, "olq_fx.load_") as pool:
+            waiting = [pool.submit(_touch, step) for step in self._steps[:1]]
+            for number, step in enumerate(self._steps, 1):
+                waiting.pop().result()
+                waiting += [pool.submit(_touch, following) for following in self._steps[number : number + 1]]
+                yield step
+
+    def _arriving(self) -> Iterator[Step]:
+        """The steps of what comes one by one, each checked when it is there."""
+        assert self._source.arriving is not None
+        for item in self._source.arriving:
+            if not isinstance(item, Sequence) or len(item) != 2:
+                raise LoadError(f"{self._source.label} gives {shown(type(item))}: a name and a tensor are needed")
+            steps = self._planner.add(in_memory(*item))
+            if self._planner.problems:
+                raise LoadError("; ".join(self._planner.problems))
+            if self._planner.unexpected and self._strict:
+                raise LoadError(f"the model has no place for {self._planner.nowhere()}")
+            yield from steps
+        yield from self._planner.finish()
+        found = [*self._planner.problems, *(self._absent() if self._strict else ())]
+        if found:
+            raise LoadError("; ".join(found))
+
+    def _do(self, step: Step) -> None:
+        try:
+            for delivery in step.deliver([tensor.read() for tensor in step.inputs]):
+                if not step.again:
+                    self.filling.put(delivery.slot, delivery.place, delivery.values)
+                elif self.filling.differs(delivery.slot, delivery.values):
+                    raise LoadError(
+                        f"'{delivery.slot.name}' has other values, and is the same parameter: the model ties them"
+                    )
+                self._filled[delivery.slot] = None
+        except OlqFxError as error:
+            raise type(error)(
+                f"{listed([tensor.label for tensor in step.inputs], len(step.inputs))}: {error}"
+            ) from error
+        for tensor in step.inputs:
+            tensor.release()
+            self._read += tensor.nbytes
+        self._done += 1
+
+    def _end(self) -> None:
+        """What needs no source."""
+        for slot, twin in self._planner.twins.items():
+            slot.install(twin.tensor)
+        for slot, values in self._recomputed.items():
+            slot.install(values.to(self.filling.device))
+
+    def _how_far(self) -> str:
+        without = [f"'{slot.name}'" for slot in dict.fromkeys(self.slots.values()) if not slot.has_storage]
+        rest = f"without values are {listed(without, len(without))}" if without else "nothing is without values"
+        return (
+            f"loading stopped after {self._done} tensors: every parameter has all its old values, all its new ones or "
+            f"none, and {rest}; load_ again goes on"
+        )
+
+    def report(self, seconds: float) -> LoadReport:
+        """What was done."""
+        filled = [slot for slot in self._filled if slot not in self._planner.missing()]
+        absent = [*self._planner.missing(), *(slot for slot in self._bare if slot not in self._recomputed)]
+        return LoadReport(
+            source=self._source.label,
+            converted=tuple(slot.name for slot in filled if slot.weight is not None),
+            loaded=tuple(slot.name for slot in filled if slot.weight is None),
+            recomputed=tuple(slot.name for slot in self._recomputed),
+            taken=self._taken,
+            left_out=self._left_out,
+            missing=tuple(slot.name for slot in absent),
+            unexpected=tuple(tensor.name for tensor in self._planner.unexpected),
+            bytes_read=self._read,
+            seconds=seconds,
+        )
+
+
+def _touch(step: Step) -> None:
+    for tensor in step.inputs:
+        tensor.touch()
+
+
+def _module(model: object) -> nn.Module:
+    """The module itself, or what torch.compile has wrapped."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
+    original = getattr(model, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else model
+
+
+def _options(
+    model: nn.Module,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    offload: torch.device | str | None,
+) -> Filling:
+    """How values get to their places.
+
+    Raises:
+        ConfigurationError: a device or dtype that cannot be had.
+    """
+    if dtype is not None and dtype not in FLOATING:
+        raise ConfigurationError(f"dtype: {shown(dtype)} is none of {', '.join(map(str, FLOATING))}")
+    where = _usable("device", device) if device is not None else _usual_device(slots_of(model).values())
+    return Filling(device=where, dtype=dtype, offload=None if offload is None else _usable("offload", offload))
+
+
+def _usable(argument: str, device: torch.device | str) -> torch.device:
+    """A device, once a tensor has been there."""
+    try:
+        found = torch.empty(1, device=device).device
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(f"{argument}: nothing can be put on {shown(device)}: {reason}") from error
+    if found.type == "meta":
+        raise ConfigurationError(f"{argument}: what is put on 'meta' loses its data")
+    return found
+
+
+def _usual_device(slots: Iterable[Slot]) -> torch.device:
+    """Where a model has its storage, or will have it."""
+    places = {slot.tensor.device for slot in slots}
+    found = sorted({torch.empty(0, device=place).device for place in places if place.type != "meta"}, key=str)
+    if len(found) > 1 and len(places) > len(found):
+        raise ConfigurationError(
+            f"device: the model has storage on {' and '.join(map(str, found))}: say where the rest goes"
+        )
+    return found[0] if found else torch.device("cpu")
