@@ -213,7 +213,9 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         except OSError as error:
             raise SavedModelError(f"{path} cannot be read: {error.strerror or error}") from error
         if found.nbytes != file.nbytes:
-            raise SavedModelError(f"{path} has {found.nbytes} bytes, {file.nbytes} were written: fetch or save it again")
+            raise SavedModelError(
+                f"{path} has {found.nbytes} bytes, {file.nbytes} were written: fetch or save it again"
+            )
         if found.digest != file.digest:
             raise SavedModelError(
                 f"{path} is stale: it is not the file that was written with {MANIFEST}. Save the model again"

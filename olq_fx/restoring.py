@@ -271,15 +271,14 @@ def _fill(
     manifest: Manifest, tensors: Mapping[str, Tensor], places: Mapping[str, _Place], device: torch.device
 ) -> None:
     """Put everything into its place."""
-    parts = set()
+    parts: set[str] = set()
     for weight in manifest.weights:
         parts.update(weight.parts)
         own = {id(places[name]): places[name] for name in weight.names}
         _put_weight(weight, [tensors[name] for name in weight.parts], list(own.values()), device)
-    done: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if name not in parts:
-            done[name] = _put_plain(places[name], tensor, device)
+            _put_plain(places[name], tensor, device)
     for other, name in manifest.ties.items():
         if places[other] is not places[name]:
             _tie(places[other], places[name], tensors[name], device)
@@ -345,5 +344,3 @@ def _tie(other: _Place, place: _Place, tensor: Tensor, device: torch.device) -> 
         other.install(place.tensor)
     else:
         _put_plain(other, tensor, device)
-
-

@@ -1,7 +1,7 @@
 """What of a model goes into files: its tensors by the names of its state dict, those of one parameter together.
 
-    contents_of(model) -> Contents            also of a model on meta, whose weights are planned but not there
-    Contents.groups, .weights, .ties, .buffers, .values
+contents_of(model) -> Contents            also of a model on meta, whose weights are planned but not there
+Contents.groups, .weights, .ties, .buffers, .values
 """
 
 import dataclasses
@@ -56,7 +56,10 @@ def contents_of(model: nn.Module) -> Contents:
     given: dict[str, Any] = model.state_dict()
     holders = _weights(model)
     part_of = {
-        key: (path, weight) for path, (weight, names) in holders.items() for name in names for key in _keys(name, weight)
+        key: (path, weight)
+        for path, (weight, names) in holders.items()
+        for name in names
+        for key in _keys(name, weight)
     }
     groups: dict[str, Group] = {}
     values: dict[str, Tensor] = {}
@@ -111,9 +114,7 @@ def _keys(path: str, weight: QuantizedWeight) -> tuple[str, ...]:
 
 def _entries(path: str, weight: QuantizedWeight) -> tuple[Entry, ...]:
     shapes = state.part_shapes(weight)
-    return tuple(
-        Entry(key, shape, dtype) for key, (shape, dtype) in zip(part_keys(path, weight), shapes, strict=True)
-    )
+    return tuple(Entry(key, shape, dtype) for key, (shape, dtype) in zip(part_keys(path, weight), shapes, strict=True))
 
 
 def _values(path: str, weight: QuantizedWeight, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -146,7 +147,9 @@ def _check(key: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise SaveError(f"'{key}' of the state dict is {type(value).__name__}, and only tensors can be saved")
     if torch_private.is_traceable_wrapper_subclass(value) and not isinstance(value, QuantizedWeight):
-        raise SaveError(f"'{key}' is a {type(value).__name__}, whose parts cannot be saved; make it a plain tensor first")
+        raise SaveError(
+            f"'{key}' is a {type(value).__name__}, whose parts cannot be saved; make it a plain tensor first"
+        )
     if value.layout != torch.strided:
         raise SaveError(f"'{key}' has the layout {value.layout}, and only dense tensors can be saved")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from olq_fx.compressed_tensors_form import Form, form_of
 from olq_fx.configuration import QuantizationConfig
-from olq_fx.errors import ConfigurationTypeError, PendingWeightError, SaveError, SavedModelError, shown
+from olq_fx.errors import ConfigurationTypeError, PendingWeightError, SavedModelError, SaveError, shown
 from olq_fx.manifest import MANIFEST, Manifest, SavedFile, is_saved, read_manifest
 from olq_fx.saved_contents import Contents, contents_of
 from olq_fx.shards import Shard, bytes_from, index_of, lay_out

@@ -1,8 +1,8 @@
 """How the tensors of a saved model are spread over files.
 
-    bytes_from("5GB") -> int
-    lay_out(groups, limit, stem) -> tuple[Shard, ...]     groups of tensors that stay together, in their order
-    index_of(shards) -> str                               the index that Hugging Face's libraries read
+bytes_from("5GB") -> int
+lay_out(groups, limit, stem) -> tuple[Shard, ...]     groups of tensors that stay together, in their order
+index_of(shards) -> str                               the index that Hugging Face's libraries read
 """
 
 import dataclasses

@@ -196,3 +196,11 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise SaveError(f"{path.name} cannot be written: {error.strerror or error}") from error
+
+
+def remove(directory: Path) -> None:
+    """Take a directory away at once, then delete it: nobody sees it half."""
+    old = directory.parent / f".{directory.name}.{uuid.uuid4().hex}{_PARTIAL}"
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        directory.rename(old)
+    shutil.rmtree(old, ignore_errors=True)

@@ -237,7 +237,9 @@ def test_a_file_elsewhere_is_not_opened(name: str, tmp_path: Path):
 def test_a_model_planned_otherwise_is_refused_with_both_formats(tmp_path: Path):
     save(quantized("int8"), tmp_path / "out")
     model = on_meta("fp8_per_block")
-    with pytest.raises(SavedModelError, match="'first.weight' is saved in int8_per_channel_static.*fp8_per_block_static"):
+    with pytest.raises(
+        SavedModelError, match=r"'first\.weight' is saved in int8_per_channel_static.*fp8_per_block_static"
+    ):
         restore_(model, tmp_path / "out")
     assert model.first.weight.pending is not None  # type: ignore[union-attr]
 
