@@ -7,8 +7,9 @@ thread brings the next one into memory, and none is held any longer.
 
 import concurrent.futures
 import dataclasses
+import functools
+import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -27,62 +28,15 @@ from olq_fx.errors import (
 from olq_fx.loading_foreign import regrouped
 from olq_fx.loading_names import Naming
 from olq_fx.loading_plan import Planner, Step, listed
+from olq_fx.loading_report import LoadReport
+from olq_fx.loading_saved import from_cache, restored
 from olq_fx.loading_slots import Filling, Slot, bare_buffers, obstacle, slots_of
 from olq_fx.loading_sources import Source, in_memory, opened
+from olq_fx.manifest import is_saved
 from olq_fx.progress import Bar, progress_bar
 from olq_fx.weights import FLOATING
 
 _SHOWN = 24
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What `load_` has done.
-
-    Attributes:
-        source: what was loaded.
-        converted: the quantized weights that were given values, by their paths.
-        loaded: the other parameters and buffers that were.
-        recomputed: buffers that no source brings, which the model's own code has computed.
-        taken: weights that were quantized already, each with its format: codes and scales are taken as they are. Those
-            that have no format here were dequantized; instead of a format they have the reason.
-        left_out: tensors that are not needed, such as scales of activations.
-        missing: what got no values, or not all (with `strict=False`).
-        unexpected: tensors of the source that the model has no place for (with `strict=False`).
-        bytes_read: bytes of the tensors that were read.
-        seconds: that it took.
-    """
-
-    source: str
-    converted: tuple[str, ...]
-    loaded: tuple[str, ...]
-    recomputed: tuple[str, ...]
-    taken: tuple[tuple[str, str], ...]
-    left_out: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    bytes_read: int
-    seconds: float
-
-    def __str__(self) -> str:
-        """In a few lines."""
-        speed = self.bytes_read / 1e9 / max(self.seconds, 1e-9)
-        lines = [
-            f"{self.source}: {self.bytes_read / 2**20:.1f} MiB read in {self.seconds:.2f} s ({speed:.2f} GB/s)",
-            f"{len(self.converted)} weights converted, {len(self.loaded)} tensors loaded as they are, "
-            f"{len(self.recomputed)} buffers computed",
-        ]
-        if self.taken:
-            formats = ", ".join(f"{count} in {name}" for name, count in Counter(how for _, how in self.taken).items())
-            lines.append(f"quantized by others already: {formats}")
-        for what, names in (
-            ("left out", self.left_out),
-            ("without values", self.missing),
-            ("not expected", self.unexpected),
-        ):
-            if names:
-                lines.append(f"{what}: {listed(names[:_SHOWN], len(names))}")
-        return "\n".join(lines)
 
 
 def load_(
@@ -94,6 +48,7 @@ def load_(
     strict: bool = True,
     progress: bool = True,
     offload: torch.device | str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     """Load a checkpoint into `model`, and convert the weights that `quantize_` has planned as they arrive.
 
@@ -111,7 +66,8 @@ def load_(
         model: any module, usually built under `torch.device("meta")`.
         source: the path of a safetensors file, of an index of such files, or of a directory with either; a state
             dict; or an iterator of (name, tensor), whose faults are found only when they come. Pickled files are
-            refused. The files that an index names are in its directory or below, or linked there.
+            refused. The files that an index names are in its directory or below, or linked there. A directory that
+            `save` has written is mapped back, bit by bit, into a model that needs no configuration.
         device: where what has no storage yet gets it, and where weights are converted; by default where the rest of
             the model has its storage, or the CPU. What has storage keeps it.
         dtype: of floating parameters and buffers from then on; by default each keeps its own, whatever the source has.
@@ -120,6 +76,8 @@ def load_(
         progress: show a bar, on a terminal.
         offload: "cpu" for models larger than the device: converted weights are moved there from the device, into
             pinned memory if that is a GPU.
+        cache_dir: where what was converted is kept, and found the next time; for sources that are files. A source that
+            was changed, another configuration and another version are loaded anew.
 
     Returns:
         What was loaded and converted.
@@ -127,15 +85,29 @@ def load_(
     Raises:
         LoadError: names, shapes or dtypes do not fit, or a file is damaged, pickled or not there; the model is as it
             was. Of an iterator: the tensors before are loaded.
+        SavedModelError: a directory of `save` is damaged, stale, or of another model; the model is as it was.
         ConversionError: a weight has NaN or Inf; the message says which, and how far loading was.
         InterruptedLoadError: an error on the way. Every weight has its values or is pending; calling again goes on.
         ConfigurationError, ConfigurationTypeError: an argument has no meaning.
     """
     root = _module(model)
+    filling = _options(root, device, dtype, offload)
+    target = filling.device if filling.offload is None else filling.offload
+    if is_saved(source):
+        if dtype is not None:
+            raise ConfigurationError(f"dtype: {source} is a saved model, which has the dtypes that it was saved with")
+        return restored(root, source, target)
+    load = functools.partial(_loaded, root, source, filling, strict=strict, progress=progress, moved=device is not None)
+    return load() if cache_dir is None else from_cache(root, source, cache_dir, load, target, (dtype,))
+
+
+def _loaded(
+    model: nn.Module, source: object, filling: Filling, *, strict: bool, progress: bool, moved: bool
+) -> LoadReport:
+    """Load a checkpoint."""
     begun = time.perf_counter()
-    opening = opened(source, root)
-    job = _Job(root, opening, _options(root, device, dtype, offload), strict=strict)
-    job.check(moved=device is not None)
+    job = _Job(model, opened(source, model), filling, strict=strict)
+    job.check(moved=moved)
     with progress_bar(progress) as bar, torch.inference_mode(False), torch.no_grad():
         job.run(bar)
     return job.report(time.perf_counter() - begun)
