@@ -104,6 +104,7 @@ def memory(arguments: argparse.Namespace, folder: Path) -> int:
     notes = [
         "Peak of RssAnon above what there was before loading, sampled every 5 ms; final: storages of the loaded model; "
         "bound: final, the largest weight in float32 and 64 MiB; of bf16: the peak relative to the checkpoint.",
+        "transformers alone keeps the files mapped as the model's storage, which is no anonymous memory.",
         f"{len(above)} of {sum(row['loader'] == 'olq_fx' for row in found)} of olq_fx are above the bound.",
     ]
     title = f"Memory while a Llama of {size / 1e9:.2f} GB in bfloat16 is loaded"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import olq_fx
 from olq_fx.loading_stored import stored_in
+from olq_fx.weights import QuantizedWeight, fill
 
 TIMES_THE_SLOWER = 1.3
 
@@ -40,11 +41,16 @@ def read(folder: Path) -> None:
 def converting(values: dict[str, Tensor], layers: int, scheme: str) -> Callable[[], object]:
     """The same conversions and copies, of tensors that are in memory."""
 
-    def convert() -> nn.Module:
+    def convert() -> object:
         model = on_meta(layers)
         olq_fx.quantize_(model, scheme)
-        model.load_state_dict(values)
-        return model
+        copies = []
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, QuantizedWeight):
+                fill(parameter, values[name])
+            else:
+                copies.append(values[name].clone())
+        return model, copies
 
     return convert
 
