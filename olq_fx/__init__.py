@@ -12,6 +12,7 @@ import typing
 from olq_fx.errors import OlqFxError, OlqFxWarning
 from olq_fx.formats import FORMATS
 from olq_fx.schemes import SCHEMES
+from olq_fx.version import VERSION
 from olq_fx.weights import QuantizedWeight
 
 if typing.TYPE_CHECKING:
@@ -57,7 +58,7 @@ else:
         return sorted({*globals(), *_MODULE_OF})
 
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "FORMATS",
