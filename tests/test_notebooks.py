@@ -17,6 +17,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 def test_there_are_notebooks():
     names = ["01_quickstart", "02_configuration", "03_numerics_and_kernels", "04_fusion", "05_mixture_of_experts"]
+    names.append("06_loading")
     assert [path.stem for path in NOTEBOOKS] == names
 
 
