@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from olq_fx.plan_diff import PlanDiff, diff_plans
     from olq_fx.quantize import dequantize_, finalize, quantize_
     from olq_fx.report import Report
+    from olq_fx.saving import save
 else:
     # Imported on first use: together they take as long as all the rest. The operators are there from the start.
     _MODULE_OF = {
@@ -41,6 +42,7 @@ else:
         "load_": "loading",
         "plan_for": "plan",
         "quantize_": "quantize",
+        "save": "saving",
         "use_tuned": "kernels.tuned_tables",
     }
 
@@ -78,5 +80,6 @@ __all__ = [
     "load_",
     "plan_for",
     "quantize_",
+    "save",
     "use_tuned",
 ]

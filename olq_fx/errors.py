@@ -53,6 +53,14 @@ class UnsupportedError(OlqFxError, NotImplementedError):
     """An operation on a converted weight that has no meaning, named with what to do instead."""
 
 
+class SaveError(OlqFxError, OSError):
+    """A model cannot be saved: the disk is full, the place is taken, or it holds what no file can."""
+
+
+class SavedModelError(OlqFxError, ValueError):
+    """A saved model cannot be taken: it is damaged, stale, not of olq_fx, or does not fit; the message says why."""
+
+
 class ComparisonError(OlqFxError, ValueError):
     """Two runs cannot be compared: their outputs or steps differ in number, name or shape."""
 
