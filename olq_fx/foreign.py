@@ -31,7 +31,13 @@ from olq_fx.scales import decode_e8m0
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _SCALES = ("_scale_inv", "_scales", "_scale")
-_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")
+_OF_MODULE = (".scale", ".qscale_weight")
+"""Names beside `weight` under which DeepSeek V4 and Mistral have its scales."""
+
+_ACTIVATIONS = (
+    *("input_scale", "input_global_scale", "input_scale_ub", "input_zero_point", "activation_scale"),
+    *("output_scale", "output_zero_point", "k_scale", "v_scale"),
+)
 _EXTRAS = ("_global_scale", "_scale_2", "_zero_point", "_shape", "_g_idx")
 _BYTES = (torch.uint8, E8M0)
 _GROUP_OF_MX = 32
@@ -99,14 +105,25 @@ def groups(
     for name, header in tensors.items():
         if name.rpartition(".")[2] in _ACTIVATIONS and name not in known:
             left_out.append(name)
-        ending = next((end for end in _SCALES if name.endswith(end)), "")
-        if ending and name not in known and not name.endswith(_EXTRAS) and name not in left_out:
-            weight = _group(name.removesuffix(ending), name, header, tensors, known, block)
+        stem = _stem(name)
+        if stem and name not in known and not name.endswith(_EXTRAS) and name not in left_out:
+            weight = _group(stem, name, header, tensors, known, block)
             if weight is not None:
                 found.append(weight)
     taken = {name for weight in found for name in weight.names.values()}
     _refuse_codes_alone(tensors, known, taken)
     return Groups(tuple(found), tuple(left_out))
+
+
+def _stem(name: str) -> str:
+    """The name of the parameter whose scales are called `name`; "" if these are no scales."""
+    for ending in _SCALES:
+        if name.endswith(ending):
+            return name.removesuffix(ending)
+    for ending in _OF_MODULE:
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending)}.weight"
+    return ""
 
 
 def _refuse_codes_alone(tensors: Mapping[str, Header], known: Mapping[str, object], taken: set[str]) -> None:
@@ -131,6 +148,8 @@ def _group(
         return None
     names = {"codes": codes, "scale": scale}
     names |= {end[1:]: f"{stem}{end}" for end in _EXTRAS if f"{stem}{end}" in tensors}
+    if "g_idx" in names:
+        raise LoadError(f"'{codes}' has its columns in another order than its scales ('{names['g_idx']}')")
     about = _About(stem, names, tensors[codes], header, known.get(stem), block)
     return _told(about)
 
@@ -237,7 +256,8 @@ def _of_float8(about: _About) -> Foreign:
     one = (*experts, 1, 1)
     if scale == (*experts, n, math.ceil(k / _GROUP_OF_MX)) and about.scale.dtype in _BYTES:
         return about.foreign("mxfp8", shape, lambda found: found.view(torch.uint8))
-    if math.prod(scale) == math.prod(one):
+    # A small matrix is one block: it is to be in the format of its larger neighbours.
+    if math.prod(scale) == math.prod(one) and not (len(scale) == len(shape) and _is_declared(about, n, k)):
         return about.foreign("fp8_per_tensor_static", shape, lambda found: _float(found).reshape(one))
     if scale in ((*experts, n), (*experts, n, 1)):
         rows = (*experts, n, 1)
@@ -261,6 +281,11 @@ def _block(about: _About, n: int, k: int) -> tuple[int, int] | None:
     return None
 
 
+def _is_declared(about: _About, n: int, k: int) -> bool:
+    """Whether the scales are those of the blocks that the checkpoint declares."""
+    return about.block is not None and _block(about, n, k) == about.block
+
+
 def _float(scale: Tensor) -> Tensor:
     """Scales in float32, which holds those of every narrower dtype, powers of two in a byte among them."""
     return decode_e8m0(scale.view(torch.uint8)) if scale.dtype in _BYTES else scale.to(torch.float32)
@@ -280,6 +305,8 @@ def _packed_integers(about: _About) -> Foreign:
     bits = next((bits for bits in (4, 8, 2, 3, 5, 6, 7) if math.ceil(k * bits / 32) == words), None)
     if len(about.codes.shape) != 2 or bits is None or about.scale.shape[0] != n:
         raise about.wrong("it is not told how many bits each integer has")
+    if k % about.scale.shape[-1]:
+        raise about.wrong(f"{k} columns are no {about.scale.shape[-1]} groups of one size")
 
     def values(found: Mapping[str, Tensor]) -> Tensor:
         codes = unpacked(found["codes"], bits, k).float()
@@ -308,8 +335,6 @@ def _scaled(codes: Tensor, found: Mapping[str, Tensor], groups_of_row: int) -> T
     """Codes less their zero points, times their scales, each for an equal piece of a row."""
     n, k = codes.shape
     size = math.ceil(k / groups_of_row)
-    if "g_idx" in found:
-        raise LoadError("weights whose columns are in another order than their scales (g_idx) cannot be read")
     zeros = found.get("zero_point")
     if zeros is not None:
         codes = codes - zeros.float().repeat_interleave(size, 1)[:, :k]

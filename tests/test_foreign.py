@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -362,6 +363,18 @@ BROKEN = {
         {"weight_packed": torch.zeros(N, K // 2, dtype=torch.uint8), "weight_scale": torch.ones(N, K // 16).to(E4M3)},
         r"need a global one",
     ),
+    "columns in another order": (
+        {
+            "weight_packed": torch.zeros(N, K // 8, dtype=torch.int32),
+            "weight_scale": torch.ones(N, 2),
+            "weight_g_idx": torch.zeros(K, dtype=torch.int32),
+        },
+        r"'first\.weight_packed' has its columns in another order than its scales \('first\.weight_g_idx'\)",
+    ),
+    "groups of several sizes": (
+        {"weight_packed": torch.zeros(N, K // 8, dtype=torch.int32), "weight_scale": torch.ones(N, 3)},
+        r"256 columns are no 3 groups of one size",
+    ),
     "another matrix": (
         {"weight": torch.zeros(N, 2 * K).to(E4M3), "weight_scale": torch.ones(1)},
         r"'first\.weight' of .*its shape is \(192, 512\), that of 'first\.weight' \(192, 256\)",
@@ -377,3 +390,20 @@ def test_what_does_not_belong_together_is_refused(fault: str, tmp_path: Path):
         olq_fx.load_(model, checkpoint(tmp_path, stored), progress=False)
     assert model.first.weight.is_meta
     assert model.second.weight.is_meta
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "scale", "qscale_weight"])
+def test_a_small_matrix_of_a_checkpoint_in_blocks_is_one_block(scale: str, tmp_path: Path):
+    """And the scales of activations, which such a checkpoint may have, are left out."""
+    codes, scales = torch.randn(64, 96).to(E4M3), torch.rand(1, 1) + 0.1
+    stored = {"0.weight": codes, f"0.{scale}": scales, "0.activation_scale": torch.ones(())}
+    save_file(stored, tmp_path / "model.safetensors")
+    model = nn.Sequential(nn.Linear(96, 64, bias=False, device="meta"))
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.config = SimpleNamespace(quantization_config=declared)
+    olq_fx.load_(model, tmp_path / "model.safetensors", progress=False)
+    weight = model[0].weight
+    assert isinstance(weight, QuantizedWeight)
+    assert weight.spec.weight == "fp8_per_block_static"
+    assert_same_bits(weight.dequantize(), codes.float() * scales)
+    assert olq_fx.quantize_(model, "fp8_per_block").already == ("0.weight",)
