@@ -12,7 +12,7 @@ ARGS ?=
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-BENCHMARKS := import_time planning compile_time conversion linear_latency experts loading_memory loading_speed
+BENCHMARKS := import_time planning compile_time conversion linear_latency experts loading_memory loading_speed saving
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-llm test check format readme golden notebooks bench gpu sweep clean

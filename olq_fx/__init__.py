@@ -12,7 +12,7 @@ import typing
 from olq_fx.errors import OlqFxError, OlqFxWarning
 from olq_fx.formats import FORMATS
 from olq_fx.schemes import SCHEMES
-from olq_fx.version import VERSION
+from olq_fx.version import __version__
 from olq_fx.weights import QuantizedWeight
 
 if typing.TYPE_CHECKING:
@@ -20,7 +20,8 @@ if typing.TYPE_CHECKING:
     from olq_fx.configuration import QuantizationConfig
     from olq_fx.dynamo import backend
     from olq_fx.kernels.tuned_tables import TunedTable, use_tuned
-    from olq_fx.loading import LoadReport, load_
+    from olq_fx.loading import load_
+    from olq_fx.loading_report import LoadReport
     from olq_fx.plan import Plan, plan_for
     from olq_fx.plan_diff import PlanDiff, diff_plans
     from olq_fx.quantize import dequantize_, finalize, quantize_
@@ -29,7 +30,7 @@ if typing.TYPE_CHECKING:
 else:
     # Imported on first use: together they take as long as all the rest. The operators are there from the start.
     _MODULE_OF = {
-        "LoadReport": "loading",
+        "LoadReport": "loading_report",
         "Plan": "plan",
         "PlanDiff": "plan_diff",
         "QuantizationConfig": "configuration",
@@ -57,8 +58,6 @@ else:
     def __dir__():
         return sorted({*globals(), *_MODULE_OF})
 
-
-__version__ = VERSION
 
 __all__ = [
     "FORMATS",

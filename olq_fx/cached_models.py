@@ -25,7 +25,7 @@ from olq_fx.restoring import restore_
 from olq_fx.saved_contents import contents_of
 from olq_fx.saving import save_beside_others
 from olq_fx.tensor_files import digest_of
-from olq_fx.version import VERSION
+from olq_fx.version import __version__
 from olq_fx.whole_directories import remove
 
 _READ = (".safetensors", ".json")
@@ -82,7 +82,7 @@ def key_of(model: nn.Module, source: object, options: Sequence[object] = ()) -> 
     """The name of an entry: a digest of the source, and one of everything else."""
     contents = contents_of(model)
     about = {
-        "olq_fx": VERSION,
+        "olq_fx": __version__,
         "format": FORMAT_VERSION,
         "torch": torch.__version__,
         "weights": [weight.to_dict() for weight in contents.weights],

@@ -93,7 +93,7 @@ def load_(
     root = _module(model)
     filling = _options(root, device, dtype, offload)
     target = filling.device if filling.offload is None else filling.offload
-    if is_saved(source):
+    if isinstance(source, (str, os.PathLike)) and is_saved(source):
         if dtype is not None:
             raise ConfigurationError(f"dtype: {source} is a saved model, which has the dtypes that it was saved with")
         return restored(root, source, target)

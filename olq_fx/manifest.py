@@ -13,6 +13,7 @@ size and some blocks of each file, so that 100 GB take a second; of every byte o
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def is_saved(directory: object) -> bool:
     """Whether a path is the directory of a saved model, sound or not."""
-    return isinstance(directory, (str, Path)) and (Path(directory) / MANIFEST).is_file()
+    return isinstance(directory, (str, os.PathLike)) and (Path(os.fspath(directory)) / MANIFEST).is_file()
 
 
 def read_manifest(directory: Path) -> Manifest:

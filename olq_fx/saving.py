@@ -24,7 +24,7 @@ from olq_fx.saved_contents import Contents, contents_of
 from olq_fx.shards import Shard, bytes_from, index_of, lay_out
 from olq_fx.tables import size_of
 from olq_fx.tensor_files import Entry, write_file
-from olq_fx.version import VERSION
+from olq_fx.version import __version__
 from olq_fx.whole_directories import adding, replacing, write_text
 
 SHARD_SIZE = "5GB"
@@ -222,7 +222,7 @@ class Writing:
             source=self._source,
             others=tuple(others),
             differences=form.differences,
-            version=VERSION,
+            version=__version__,
         )
 
 

@@ -1,3 +1,3 @@
 """The version of the library, for what is saved and cached."""
 
-VERSION = "0.1.0"
+__version__ = "0.1.0"
