@@ -37,7 +37,7 @@ class Journal:
             key: of all that decides the bytes of the files.
 
         Raises:
-            SaveError: what another run has left cannot be removed.
+            SaveError: what another run has left cannot be removed, or the disk is full, say.
         """
         self._directory, self._key = directory, key
         self._files: dict[str, Any] = {}
@@ -47,6 +47,7 @@ class Journal:
             self.replaced = False
             return
         self.replaced = _emptied(directory)
+        self._save()
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -57,7 +58,7 @@ class Journal:
 
     def finished(self, name: str) -> tuple[SavedFile, dict[str, int]] | None:
         """A file that is there as it was written, by the checksum of each of its tensors; else None."""
-        about = self._files.get(name)
+        about: Any = self._files.get(name)
         path = self._directory / name
         try:
             file, checksums = SavedFile(**about["file"]), dict(about["checksums"])
@@ -76,6 +77,10 @@ class Journal:
             SaveError: the disk is full, say.
         """
         self._files[file.name] = {"file": dataclasses.asdict(file), "checksums": dict(checksums)}
+        self._save()
+
+    def _save(self) -> None:
+        """Write the journal: the old one is there until the new one is."""
         fresh = self._directory / f"{_JOURNAL}.new"
         write_text(fresh, json.dumps({"key": self._key, "files": self._files}))
         try:

@@ -177,6 +177,12 @@ def test_a_damaged_file_of_an_interrupted_run_is_written_again(olq, tmp_path, co
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_a_run_that_finished_nothing_is_no_other_run(olq, tmp_path, counted):
+    interrupted(olq, counted, after=0)
+    ended = olq("quantize", str(DENSE), "out", "-q", "int8", *SMALL)
+    assert (ended.code, ended.err) == (0, "")
+
+
 def test_what_another_configuration_has_left_is_removed(olq, tmp_path, counted):
     interrupted(olq, counted)
     (unfinished(tmp_path) / "stray").mkdir()
