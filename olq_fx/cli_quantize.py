@@ -79,7 +79,8 @@ def quantize(model: str, out: str, config: QuantizationConfig, options: Quantize
         journal = Journal(new, key)
         if journal.replaced:
             warnings.warn(
-                f"an unfinished run of another model or configuration, or of another version, was left for {target}: it is removed",
+                f"for {target} an unfinished run of another model or configuration, or of another version, was left: "
+                "it is removed",
                 OlqFxWarning,
                 stacklevel=2,
             )
