@@ -218,6 +218,38 @@ def run(ctx: click.Context, /, model: str, **options: Any) -> Answer:
     return cli_run.run(model, config, found)
 
 
+@cli.command(cls=ConfiguredCommand)
+@_model
+@click.argument("out")
+@configured
+@_options(
+    click.option(
+        "--max-shard-size", default="1GB", show_default=True, metavar="SIZE", help="Bytes of a file of tensors."
+    ),
+    _dtype,
+    click.option("--device", metavar="NAME", help="Where weights are converted, such as cuda; by default the CPU."),
+)
+@_answering
+@click.pass_context
+def quantize(ctx: click.Context, /, model: str, out: str, **options: Any) -> Answer:
+    """Convert the checkpoint of MODEL, and write it to the new folder OUT.
+
+    MODEL is a local folder in Hugging Face's layout. Memory holds one file of the result and one weight. OUT is there
+    as a whole or not at all; a run that was interrupted goes on when the same command is given again. OUT may be a
+    model that was saved before: it is replaced.
+    """
+    from olq_fx import cli_models, cli_quantize
+
+    config = config_of(ctx)
+    found = cli_quantize.QuantizeOptions(
+        progress=True,
+        dtype=cli_models.dtype_of(options["dtype"]),
+        device=cli_models.device_of(options["device"]),
+        **{name: options[name] for name in ("max_shard_size", "strict")},
+    )
+    return cli_quantize.quantize(model, out, config, found)
+
+
 @cli.command(cls=ConfiguredCommand, epilog=_MODEL)
 @click.argument("model", required=False)
 @configured

@@ -3,6 +3,7 @@
 API:
     source_of(text) -> Folder | Factory
         .on_meta(dtype) -> nn.Module          without weights, hardly any memory
+        .empty(dtype) -> nn.Module            of a folder: on meta, in all else as it is loaded
         .load(dtype, device) -> nn.Module     with weights, in evaluation mode
     call_named(text, what) -> Any             what `module:callable` returns
     named(text, what) -> Any                  the thing itself
@@ -73,6 +74,25 @@ class Folder:
             model: nn.Module = _failing(f"build {self.path}", lambda: architecture(config))
         return model.to(wanted if isinstance(wanted, torch.dtype) else torch.float32).eval()
 
+    def empty(self, dtype: torch.dtype | None) -> nn.Module:
+        """Build it on the meta device as `load` has it: tied, and of buffers that it computes their own dtypes."""
+        config, architecture = self._architecture()
+        found = dtype or getattr(config, "dtype", None)
+        wanted = found if isinstance(found, torch.dtype) else torch.float32
+        config.dtype = wanted
+        with torch.device("meta"), _default_dtype(wanted):
+            model: Any = _failing(f"build {self.path}", lambda: architecture(config))
+        model.tie_weights()
+        computed = [
+            (module, name, module._buffers[name])
+            for module in model.modules()
+            for name in module._non_persistent_buffers_set
+        ]
+        model.to(wanted)
+        for module, name, buffer in computed:
+            module._buffers[name] = buffer
+        return model.eval()  # type: ignore[no-any-return]
+
     def load(self, dtype: torch.dtype | None, device: torch.device | None) -> nn.Module:
         """Load it with its weights."""
         _, architecture = self._architecture()
@@ -109,6 +129,17 @@ class Folder:
             f"transformers {library.__version__} has no class for the architectures that {self.path / 'config.json'} "
             f"names: {shown(getattr(config, 'architectures', None))}; give MODEL as module:callable"
         )
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What torch makes tensors of where nothing else is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _shorten(config: Any, blocks: int) -> None:

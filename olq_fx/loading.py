@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -106,28 +106,31 @@ def _loaded(
 ) -> LoadReport:
     """Load a checkpoint."""
     begun = time.perf_counter()
-    job = _Job(model, opened(source, model), filling, strict=strict)
+    job = Job(model, opened(source, model), filling, strict=strict)
     job.check(moved=moved)
     with progress_bar(progress) as bar, torch.inference_mode(False), torch.no_grad():
+        bar.start("loading", job.count())
         job.run(bar)
     return job.report(time.perf_counter() - begun)
 
 
-class _Job:
-    """One call of `load_`.
+class Job:
+    """One call of `load_`, or of what loads a model part by part (`olq_fx.loading_parts`).
 
     Attributes:
         slots: the places of the model, by their names.
         filling: how values get there.
+        taken: names of weights that come quantized, each with its format, or with what it is dequantized from.
     """
 
     def __init__(self, model: nn.Module, source: Source, filling: Filling, *, strict: bool) -> None:
+        """Match all names, shapes and dtypes; nothing is refused and nothing read before `check` and `run`."""
         self._source, self._strict = source, strict
         self.slots, self.filling = slots_of(model), filling
         naming = loading_transformers.naming_of(model, self.slots, source.tensors)
         self._naming = Naming(self.slots) if naming is None else naming
         found = regrouped(source.tensors, model, self.slots, self._naming, source.label)
-        self._taken, self._left_out = found.taken, found.left_out
+        self.taken, self._left_out = found.taken, found.left_out
         source = dataclasses.replace(source, tensors=found.tensors)
         self._source = source
         self._planner = Planner(self.slots, self._naming)
@@ -195,16 +198,33 @@ class _Job:
             "build it with values (with torch.device('cpu') around it)"
         )
 
-    def run(self, bar: Bar) -> None:
-        """Read, convert, and say how far it went if that stops."""
+    @property
+    def has_twins(self) -> bool:
+        """Whether places take the values of others, which are tied to them but another parameter."""
+        return bool(self._planner.twins)
+
+    def count(self, only: Collection[Slot] | None = None) -> int | None:
+        """How many steps there are, or how many for these places; None where that is not known."""
+        return None if self._source.arriving is not None else len(self._steps_for(only))
+
+    def _steps_for(self, only: Collection[Slot] | None) -> list[Step]:
+        return self._steps if only is None else [step for step in self._steps if any(s in only for s in step.slots)]
+
+    def run(self, bar: Bar, only: Collection[Slot] | None = None) -> None:
+        """Read, convert, and say how far it went if that stops.
+
+        Args:
+            bar: goes on with each step.
+            only: the places that are filled; None for all, and for what needs no source too.
+        """
         self._forget_interrupted()
         known = self._source.arriving is None
-        bar.start("loading", len(self._steps) if known else None)
         try:
-            for step in self._ahead() if known else self._arriving():
-                self._do(step)
+            for step in self._ahead(self._steps_for(only)) if known else self._arriving():
+                self._do(step, only)
                 bar.advance()
-            self._end()
+            if only is None:
+                self.end()
         except OlqFxError as error:
             raise type(error)(f"{error}; {self._how_far()}") from error
         except Exception as error:
@@ -221,13 +241,13 @@ class _Job:
             if weight is not None and weight.pending is not None and all_come:
                 weight.arrival = None
 
-    def _ahead(self) -> Iterator[Step]:
-        """The steps, each once its tensors are in memory; those of the next are brought there meanwhile."""
+    def _ahead(self, steps: Sequence[Step]) -> Iterator[Step]:
+        """These steps, each once its tensors are in memory; those of the next are brought there meanwhile."""
         with concurrent.futures.ThreadPoolExecutor(1, "olq_fx.load_") as pool:
-            waiting = [pool.submit(_touch, step) for step in self._steps[:1]]
-            for number, step in enumerate(self._steps, 1):
+            waiting = [pool.submit(_touch, step) for step in steps[:1]]
+            for number, step in enumerate(steps, 1):
                 waiting.pop().result()
-                waiting += [pool.submit(_touch, following) for following in self._steps[number : number + 1]]
+                waiting += [pool.submit(_touch, following) for following in steps[number : number + 1]]
                 yield step
 
     def _arriving(self) -> Iterator[Step]:
@@ -247,9 +267,11 @@ class _Job:
         if found:
             raise LoadError("; ".join(found))
 
-    def _do(self, step: Step) -> None:
+    def _do(self, step: Step, only: Collection[Slot] | None) -> None:
         try:
             for delivery in step.deliver([tensor.read() for tensor in step.inputs]):
+                if only is not None and delivery.slot not in only:
+                    continue
                 if not step.again:
                     self.filling.put(delivery.slot, delivery.place, delivery.values)
                 elif self.filling.differs(delivery.slot, delivery.values):
@@ -266,8 +288,8 @@ class _Job:
             self._read += tensor.nbytes
         self._done += 1
 
-    def _end(self) -> None:
-        """What needs no source."""
+    def end(self) -> None:
+        """What needs no source: ties, and buffers that the model computes."""
         for slot, twin in self._planner.twins.items():
             slot.install(twin.tensor)
         for slot, values in self._recomputed.items():
@@ -290,7 +312,7 @@ class _Job:
             converted=tuple(slot.name for slot in filled if slot.weight is not None),
             loaded=tuple(slot.name for slot in filled if slot.weight is None),
             recomputed=tuple(slot.name for slot in self._recomputed),
-            taken=self._taken,
+            taken=self.taken,
             left_out=self._left_out,
             missing=tuple(slot.name for slot in absent),
             unexpected=tuple(tensor.name for tensor in self._planner.unexpected),

@@ -47,11 +47,13 @@ class Step:
         inputs: what is read: one tensor, or all that the values of one weight are computed of.
         deliver: gives the values for places, of those of the inputs.
         again: whether the place has its values by then, under another of its names: they must be the same.
+        slots: the places that get values.
     """
 
     inputs: tuple[StoredTensor, ...]
     deliver: Callable[[Sequence[Tensor]], Sequence[Delivery]]
     again: bool = False
+    slots: tuple[Slot, ...] = ()
 
 
 class Planner:
@@ -193,7 +195,8 @@ class Planner:
             self.refused.update(delivery.slot for delivery in deliveries)
         again = [self._take(delivery, inputs[0], key) for delivery in deliveries] if not problems else []
         self.problems += problems
-        return [Step(inputs, deliver, any(again))] if not problems and None not in again else []
+        slots = tuple(delivery.slot for delivery in deliveries)
+        return [Step(inputs, deliver, any(again), slots)] if not problems and None not in again else []
 
     def _take(self, delivery: Delivery, tensor: StoredTensor, key: tuple[str, int]) -> bool | None:
         """Note that a place gets values: whether it has them by then under another name; None if it must not."""

@@ -65,6 +65,7 @@ def contents_of(model: nn.Module) -> Contents:
     values: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[Any, str] = {}
+    who = {name: id(tensor) for name, tensor in _tensors(model)}
     for key, value in given.items():
         if key in part_of:
             path, weight = part_of[key]
@@ -73,7 +74,7 @@ def contents_of(model: nn.Module) -> Contents:
                 values |= _values(path, weight, given)
             continue
         _check(key, value)
-        same = first.setdefault(_identity(key, value), key)
+        same = first.setdefault(_identity(who.get(key, key), value), key)
         if same != key:
             ties[key] = same
             continue
@@ -154,10 +155,16 @@ def _check(key: str, value: object) -> None:
         raise SaveError(f"'{key}' has the layout {value.layout}, and only dense tensors can be saved")
 
 
-def _identity(key: str, value: Tensor) -> object:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a model, under every name that they have."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _identity(who: object, value: Tensor) -> object:
     """Equal for names of one tensor. On meta there is no memory to tell it by, but parameters are who they are."""
     if value.is_meta or not value.numel():
-        return key
+        return who
     about = (value.storage_offset(), tuple(value.shape), value.stride(), value.dtype, value.device)
     return value.untyped_storage().data_ptr(), about
 

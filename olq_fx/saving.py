@@ -211,11 +211,13 @@ class Writing:
         )
 
     def _manifest(self, form: Form, others: Sequence[str]) -> Manifest:
-
+        """What is said of the files, whatever the order in which they were written."""
+        order = [*(shard.name for shard in self.shards), BUFFERS]
+        names = [*(entry.name for shard in self.shards for entry in shard.entries), *self._contents.buffers]
         return Manifest(
             weights=self._contents.weights,
-            files=tuple(self._files.values()),
-            checksums=self._checksums,
+            files=tuple(self._files[name] for name in order if name in self._files),
+            checksums={name: self._checksums[name] for name in names},
             ties=self._contents.ties,
             buffers=tuple(self._contents.buffers),
             config=self._config,

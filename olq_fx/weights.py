@@ -53,6 +53,7 @@ __all__ = [
     "pending_weight",
     "quantize_weight",
     "settle",
+    "without_values",
 ]
 
 

@@ -2,6 +2,7 @@
 
     with replacing(directory) as new: ...      the old one until the block ends well, the new one from then on
     with adding(directory) as new: ...         the same, but who comes second leaves what is there
+    with resuming(directory) as new: ...       the same as `replacing`, but what was written before a failure stays
     recover(directory)                         what an interruption between two renames has left apart
     write_text(path, text)                     a small file, on the disk when this returns
 
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from olq_fx.errors import SaveError
 
-_PARTIAL, _OLD = ".partial", ".old"
+_PARTIAL, _OLD, _UNFINISHED = ".partial", ".old", ".unfinished"
 _HERE, _EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE of Linux."""
 
@@ -60,6 +61,31 @@ def adding(directory: Path) -> Iterator[Path]:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES) or not directory.is_dir():
                     raise
             sync(directory.parent)
+
+
+@contextlib.contextmanager
+def resuming(directory: Path) -> Iterator[Path]:
+    """The same as `replacing`, but when the block raises, or the process is killed, what it has written stays.
+
+    Yields:
+        Where to write: always the same place, with what an interrupted run has left there.
+
+    Raises:
+        SaveError: another process writes there, or the disk is full, say.
+    """
+    new = directory.parent / f".{directory.name}{_UNFINISHED}"
+    with _errors(directory):
+        recover(directory)
+        new.mkdir(parents=True, exist_ok=True)
+    with locked(new) as free:
+        if not free:
+            raise SaveError(f"{directory} is being written by another process")
+        yield new
+        with _errors(directory):
+            sync(new)
+            _put(new, directory)
+            sync(directory.parent)
+        shutil.rmtree(new, ignore_errors=True)  # after an exchange the old directory has this name
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
+DENSE = str(ROOT / "tests/data/tiny-qwen3-wiki")
 PLAN = ("plan", "cases:stack")
 KERNELS = ("kernels", "cases:stack")
 TUNE = ("tune", "--shape", "5x256x256", "--scheme", "int8", "--arch", "sm_80", "--candidates", "2")
@@ -64,6 +65,7 @@ COMPARE = ("compare", "cases:stack", "--inputs", "cases:inputs", "--repeat", "0"
         ((*TUNE, "--out", "t.json"), "1 choices for sm_80 written to t.json"),
         ((*TUNE, "--kernel", "grouped", "--experts", "3"), "grouped int8_per_token x int8_per_channel_static, 8 x 256"),
         (("tune", "cases:stack", "-q", "mxfp8", "--m", "3", "--candidates", "1"), "nothing was measured"),
+        (("quantize", DENSE, "made", "-q", "mxfp8"), "written in"),
         ((*COMPARE, "-q", "mxfp8"), "relative_l2"),
         ((*COMPARE, "-q", "mxfp8", "--fail-under", "cosine=0.9,psnr_db=20"), "all bounds hold"),
         ((*COMPARE, "-q", "none", "--fail-over", "mae=0"), "all bounds hold"),
@@ -137,6 +139,8 @@ def test_what_works(olq, arguments, said):
         (("plan", "cases:leaves", "-q", "fp8"), 4, "SystemExit: 7"),
         (("plan", "cases:Uses", "-q", "fp8", "--inputs", "cases:wide"), 2, "cannot be traced"),
         (("plan", "cases:Uses", "-q", "fp8", "--inputs", "inputs"), 2, "module:callable"),
+        (("quantize", DENSE), 2, "OUT"),
+        (("quantize", "cases:stack", "made", "-q", "int8"), 2, "needs a folder"),
         (("kernels",), 2, "MODEL"),
         ((*KERNELS, "--arch", "sm_91"), 2, "did you mean 'sm_90'"),
         ((*KERNELS, "--m", "1,0"), 2, "positive numbers of rows"),
