@@ -8,6 +8,7 @@ the storage that it has. Everything is compared before anything is changed.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -240,14 +241,17 @@ def _part_fault(weight: SavedWeight, stored: Mapping[str, Entry]) -> str:
     return ""
 
 
-def _expected_parts(weight: SavedWeight) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    spec = weight.spec
-    if len(weight.shape) not in (2, 3):
-        return []
-    rows = weight.shape
+def _expected_parts(weight: SavedWeight) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    return _parts_of(weight.spec, weight.shape)
+
+
+@functools.lru_cache(maxsize=1024)  # a model has many weights of few shapes, each asked for twice
+def _parts_of(spec: WeightSpec, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    if len(shape) not in (2, 3):
+        return ()
     if spec.skip:  # rows in front that belong to the block of the first one
-        rows = (weight.shape[0] + spec.skip, *weight.shape[1:])
-    return [(tuple(part.shape), part.dtype) for part in without_values(spec, rows)]
+        shape = (shape[0] + spec.skip, *shape[1:])
+    return tuple((tuple(part.shape), part.dtype) for part in without_values(spec, shape))
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -312,10 +316,12 @@ def _weight(weight: SavedWeight, parts: list[Tensor], there: Any) -> QuantizedWe
         fresh.path, fresh.was_trainable = there.path, there.was_trainable
         become(there, fresh)
         return there
-    parameter: Any = nn.Parameter(fresh, requires_grad=False)
-    parameter.path, parameter.was_trainable = weight.path, weight.trainable
-    found: QuantizedWeight = parameter
-    return found
+    # What nn.Parameter marks a tensor of another class with; it would make an alias of each first, which takes longer
+    # than mapping the weight.
+    untyped: Any = fresh
+    untyped._is_param = True
+    fresh.path, fresh.was_trainable = weight.path, weight.trainable
+    return fresh
 
 
 def _put_plain(place: _Place, tensor: Tensor, device: torch.device) -> None:

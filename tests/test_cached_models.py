@@ -1,6 +1,7 @@
 """The automatic cache: a hit maps, a miss converts and fills, and a change of anything is a miss."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,12 +107,53 @@ print(float(sum(value.double().sum() for value in model.state_dict().values())))
 """
 
 
+def filling(code: str, source: Path, cache: Path) -> "subprocess.Popen[str]":
+    """A process that runs the code with its arguments."""
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(source), str(cache)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+# Two rounds of imports are most of what it takes.
+@pytest.mark.slow
 def test_two_processes_fill_one_cache(tmp_path: Path):
     source = source_at(tmp_path / "source")
-    command = [sys.executable, "-c", FILLING, str(Path(__file__).parent), str(source), str(tmp_path / "cache")]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [filling(FILLING, source, tmp_path / "cache") for _ in range(2)]
     found = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert found[0] == found[1] != ""
     assert len(list((tmp_path / "cache").iterdir())) == 1
     assert load(source, tmp_path / "cache")[1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from olq_fx import tensor_files
+from test_cached_models import load
+write, count = tensor_files._write, 0
+def dying(file, content):
+    global count
+    count += 1
+    if count == 3:
+        write(file, content[: len(content) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(file, content)
+tensor_files._write = dying
+load(Path(sys.argv[2]), Path(sys.argv[3]))
+"""
+
+
+def test_a_writer_killed_midway_leaves_a_usable_cache(tmp_path: Path):
+    source, cache = source_at(tmp_path / "source"), tmp_path / "cache"
+    process = filling(KILLED, source, cache)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    left = {path.name for path in cache.iterdir()}
+    assert left  # it died while it wrote
+    first, hit = load(source, cache)
+    assert not hit
+    again, hit = load(source, cache)
+    assert hit
+    assert_equal(first, again)
+    assert len(list(cache.iterdir())) == 1  # what the killed one has left is gone

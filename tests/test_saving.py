@@ -1,7 +1,9 @@
 """Saving a converted model and restoring it: the same bytes, as a whole or not at all."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,15 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import olq_fx
 from olq_fx import restoring, tensor_files, whole_directories
 from olq_fx.errors import ConfigurationError, PendingWeightError, SavedModelError, SaveError
-from olq_fx.manifest import MANIFEST, _digest, read_manifest
+from olq_fx.manifest import MANIFEST, SavedFile, _digest, read_manifest
 from olq_fx.quantize import quantize_
 from olq_fx.restoring import restore_
 from olq_fx.saving import save
 from olq_fx.schemes import SCHEMES
 from olq_fx.testing import Conv1D, assert_same_bits
 from olq_fx.weights import QuantizedWeight
+
+EXPERTS = Path(__file__).parent / "data" / "tiny-qwen3moe-wiki"
 
 
 class Experts(nn.Module):
@@ -266,6 +271,35 @@ def test_a_size_without_meaning_is_refused(size: object, tmp_path: Path):
         save(quantized("int8"), tmp_path / "out", max_shard_size=size)  # type: ignore[arg-type]
 
 
+def test_a_name_in_two_files_is_refused_with_both(tmp_path: Path):
+    out = tmp_path / "out"
+    save(quantized("int8"), out)
+    shutil.copy(out / "model.safetensors", out / "more.safetensors")
+    content = json.loads((out / MANIFEST).read_text())
+    content["files"].append(dataclasses.asdict(SavedFile.of(out / "more.safetensors")))
+    del content["digest"]
+    (out / MANIFEST).write_text(json.dumps(content | {"digest": _digest(content)}))
+    model = on_meta()
+    with pytest.raises(SavedModelError, match=r"is in two files of .*: model\.safetensors and more\.safetensors"):
+        restore_(model, out)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_with_experts_in_one_tensor_gives_the_same_logits(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(EXPERTS, dtype=torch.float32).eval()
+    quantize_(model, "int8")
+    assert any(isinstance(p, QuantizedWeight) and p.dim() == 3 for p in model.parameters())
+    save(model, tmp_path / "out")
+    with torch.device("meta"):
+        fresh = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    olq_fx.load_(fresh, tmp_path / "out")
+    assert_same_model(model, fresh)
+    ids = torch.arange(5, 37)[None]
+    with torch.no_grad():
+        assert_same_bits(fresh(ids).logits, model(ids).logits)
+
+
 # The old or the new, and nothing else
 
 
@@ -338,7 +372,7 @@ def kill_while_saving(directory: Path, seconds: float) -> None:
         process.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_point_a_whole_model_is_there(times: int, tmp_path: Path):
     directory = tmp_path / "out"
     for attempt in range(times):
