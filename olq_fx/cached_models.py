@@ -106,7 +106,9 @@ def key_of_source(source: object) -> str:
             "cache_dir goes with a source that is a file or directory: of others nothing tells whether they changed"
         )
     path = Path(source)
-    files = sorted(path.iterdir()) if path.is_dir() else [path, *sorted(_named_by_index(path))]
+    files = (
+        sorted(path.iterdir()) if path.is_dir() else [path, *sorted(_named_by_index(path)), path.parent / "config.json"]
+    )
     found = hashlib.sha256()
     for file in files:
         if file.name.endswith(_READ) and file.is_file():

@@ -221,6 +221,10 @@ def _told(about: _About) -> Foreign:
     """What a group is."""
     if len(about.codes.shape) < 2:
         raise about.wrong("codes belong to matrices, and these are none")
+    by_groups = about.codes.dtype == torch.int32 or "zero_point" in about.names
+    is_empty = not math.prod(about.scale.shape) and math.prod(about.codes.shape)
+    if is_empty or (by_groups and len(about.scale.shape) != 2):
+        raise about.wrong("scales of integers in groups or with zero points are a matrix, and none is empty")
     if about.codes.dtype == torch.int32:
         return _packed_integers(about)
     if about.codes.dtype == torch.uint8:

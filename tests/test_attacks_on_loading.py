@@ -1,5 +1,6 @@
 """What a user meets beyond the documented ways of loading: everything is either right or an error that names it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,24 @@ def test_a_link_to_nowhere_says_where_it_leads(tmp_path: Path):
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     with pytest.raises(LoadError, match=r"is a link to .*gone, which is not there"):
         olq_fx.load_(plain(), tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(1.0), torch.ones(N, 0)], ids=["one", "none"])
+@pytest.mark.parametrize("kind", ["weight_packed", "weight"])
+def test_scales_that_make_no_groups_are_refused_by_name(kind: str, scale: Tensor):
+    dtype, columns = (torch.int32, K // 8) if kind == "weight_packed" else (torch.int8, K)
+    stored = {kind: torch.ones(N, columns, dtype=dtype), "weight_scale": scale, "weight_zero_point": torch.tensor(1)}
+    with pytest.raises(LoadError, match=rf"'0\.{kind}' .*scales of integers in groups"):
+        olq_fx.load_(plain(), {f"0.{name}": tensor for name, tensor in stored.items()})
+
+
+def test_what_a_configuration_beside_a_file_declares_is_part_of_the_cache(tmp_path: Path):
+    file, found = tmp_path / "model.safetensors", []
+    save_file({"0.weight": codes(), "0.weight_scale_inv": torch.ones(1, 1)}, file)
+    for _ in range(2):
+        model = plain()
+        olq_fx.load_(model, file, cache_dir=tmp_path / "cache")
+        found.append(model[0].weight.spec.weight)
+        declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": declared}))
+    assert found == ["fp8_per_tensor_static", "fp8_per_block_static"]
