@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from olq_fx.errors import ConfigurationError, OlqFxWarning, SavedModelError, SaveError
+from olq_fx.errors import ConfigurationError, OlqFxWarning, PendingWeightError, SavedModelError, SaveError
 from olq_fx.manifest import FORMAT_VERSION, is_saved
 from olq_fx.restoring import restore_
 from olq_fx.saved_contents import contents_of
@@ -73,7 +73,7 @@ def cached_load(
         return False
     try:
         save_beside_others(model, entry, str(source))
-    except SaveError as error:
+    except (SaveError, PendingWeightError) as error:
         warnings.warn(f"the model is loaded, but not cached: {error}", OlqFxWarning, stacklevel=2)
     return False
 
@@ -106,7 +106,9 @@ def key_of_source(source: object) -> str:
             "cache_dir goes with a source that is a file or directory: of others nothing tells whether they changed"
         )
     path = Path(source)
-    files = sorted(path.iterdir()) if path.is_dir() else [path, *sorted(_named_by_index(path))]
+    files = (
+        sorted(path.iterdir()) if path.is_dir() else [path, *sorted(_named_by_index(path)), path.parent / "config.json"]
+    )
     found = hashlib.sha256()
     for file in files:
         if file.name.endswith(_READ) and file.is_file():

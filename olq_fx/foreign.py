@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from olq_fx.errors import LoadError
+from olq_fx.errors import ConversionError, LoadError
 from olq_fx.formats import BLOCK_COLUMNS, BLOCK_ROWS, block_formats, get_format
 from olq_fx.numerics import Parts, part_specs
 from olq_fx.scales import decode_e8m0
@@ -41,6 +41,11 @@ _ACTIVATIONS = (
 _EXTRAS = ("_global_scale", "_scale_2", "_zero_point", "_shape", "_g_idx")
 _BYTES = (torch.uint8, E8M0)
 _GROUP_OF_MX = 32
+_NAN_OF_E8M0 = 255
+"""NaN among the bytes of E8M0."""
+
+_NAN_OF_E4M3 = 127
+"""NaN among codes of E4M3, without their sign."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +193,8 @@ class _About:
                     f"'{self.target}' is quantized in {format}, {shape}, and its {spec.name} have the shape "
                     f"{tuple(part.shape)} and dtype {part.dtype} instead of {wanted} and {spec.dtype}"
                 )
+            if not _is_finite(part, nan_byte=_NAN_OF_E8M0 if spec.name == "scale" else None):
+                raise ConversionError(f"'{self.target}' is quantized in {format}, and its {spec.name} has NaN or Inf")
 
     def wrong(self, why: str) -> LoadError:
         """The error for tensors that do not belong together."""
@@ -197,12 +204,27 @@ class _About:
         )
 
 
+def _is_finite(part: Tensor, nan_byte: int | None) -> bool:
+    """Whether no number is NaN or Inf; `nan_byte` stands for NaN, where bytes are exponents."""
+    if part.dtype == E4M3:
+        return not part.numel() or int((part.view(torch.uint8) & _NAN_OF_E4M3).max()) < _NAN_OF_E4M3
+    if part.dtype == torch.uint8:
+        return nan_byte is None or not bool((part == nan_byte).any())
+    return not part.is_floating_point() or bool(part.isfinite().all())
+
+
 def _dtype(header: Header) -> str:
     return str(header.dtype).removeprefix("torch.")
 
 
 def _told(about: _About) -> Foreign:
     """What a group is."""
+    if len(about.codes.shape) < 2:
+        raise about.wrong("codes belong to matrices, and these are none")
+    by_groups = about.codes.dtype == torch.int32 or "zero_point" in about.names
+    is_empty = not math.prod(about.scale.shape) and math.prod(about.codes.shape)
+    if is_empty or (by_groups and len(about.scale.shape) != 2):
+        raise about.wrong("scales of integers in groups or with zero points are a matrix, and none is empty")
     if about.codes.dtype == torch.int32:
         return _packed_integers(about)
     if about.codes.dtype == torch.uint8:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from olq_fx import foreign
 from olq_fx.declared import Declaration, declaration_of
-from olq_fx.errors import LoadError
+from olq_fx.errors import LoadError, OlqFxError
 from olq_fx.expert_layouts import layout_of
 from olq_fx.foreign import Foreign, Header
 from olq_fx.formats import get_format
@@ -172,7 +172,7 @@ class _Reader:
                 return values.mT if self._transposed() else values
             parts = self._weight.parts(found)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, LoadError):
+            if isinstance(error, OlqFxError):
                 raise
             raise LoadError(f"{self._tensors['codes'].label} and its scales cannot be read: {error}") from error
         return self._converted(parts)

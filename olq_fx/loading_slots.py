@@ -187,9 +187,12 @@ class Filling:
     def differs(self, slot: Slot, values: Tensor) -> bool:
         """Whether a place that was given values would become another one by these."""
         weight = slot.weight
+        if isinstance(values, QuantizedWeight) and (weight is None or weight.spec.weight != values.spec.weight):
+            values = values.dequantize()
         if weight is None:
             return not torch.equal(slot.tensor, values.to(slot.tensor.device, slot.tensor.dtype))
-        parts = encode(values.to(self.device), weight.spec, weight.device)
+        near = values.to(weight.device if isinstance(values, QuantizedWeight) else self.device)
+        parts = near.parts if isinstance(near, QuantizedWeight) else encode(near, weight.spec, weight.device)
         pairs = zip(weight.ready().parts, parts, strict=True)
         return not all(torch.equal(own.view(torch.uint8), part.view(torch.uint8)) for own, part in pairs)
 

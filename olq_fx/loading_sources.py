@@ -87,6 +87,8 @@ def _of_path(path: Path) -> list[StoredTensor]:
 
 
 def _absent(path: Path) -> str:
+    if path.is_symlink():
+        return f"{path} is a link to {path.readlink()}, which is not there"
     if path.parent.is_dir() and path.parent != Path():
         return f"there is no {path}: {nearest(path.name, (other.name for other in path.parent.iterdir()))}"
     return (

@@ -97,11 +97,15 @@ class PendingPiece(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What needs data has it from the weight."""
-        found = [item.current() if isinstance(item, PendingPiece) else item for item in args]
-        named = {
-            key: item.current() if isinstance(item, PendingPiece) else item for key, item in (kwargs or {}).items()
-        }
+        found, named = _current(args), {key: _current(item) for key, item in (kwargs or {}).items()}
         return func(*found, **named)
+
+
+def _current(item: Any) -> Any:
+    """What stands for a piece, also in lists of tensors, where operators such as `cat` have them."""
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(_current, item))
+    return item.current() if isinstance(item, PendingPiece) else item
 
 
 torch_private.hide_from_dynamo(PendingPiece.__torch_function__)
@@ -149,7 +153,7 @@ def _viewed(
     """The pieces that a function makes of a place.
 
     Raises:
-        PendingWeightError: it makes a copy, which would need data.
+        PendingWeightError: it makes a copy or reads bits as another dtype, which would need data.
     """
     found = func(place, *args, **kwargs)
     if isinstance(found, Tensor):
@@ -161,7 +165,7 @@ def _viewed(
 
 
 def _piece(root: QuantizedWeight, before: Tensor, place: Tensor, steps: tuple[_Step, ...]) -> PendingPiece:
-    if not torch_private.shares_storage(before, place):
+    if place.dtype != before.dtype or not torch_private.shares_storage(before, place):
         root.ready()
     return PendingPiece(root, place, steps)
 
