@@ -55,6 +55,11 @@ class Header:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
@@ -222,7 +227,7 @@ def _told(about: _About) -> Foreign:
     if len(about.codes.shape) < 2:
         raise about.wrong("codes belong to matrices, and these are none")
     by_groups = about.codes.dtype == torch.int32 or "zero_point" in about.names
-    is_empty = not math.prod(about.scale.shape) and math.prod(about.codes.shape)
+    is_empty = about.scale.numel == 0 and about.codes.numel > 0
     if is_empty or (by_groups and len(about.scale.shape) != 2):
         raise about.wrong("scales of integers in groups or with zero points are a matrix, and none is empty")
     if about.codes.dtype == torch.int32:

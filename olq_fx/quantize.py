@@ -55,6 +55,8 @@ def quantize_(
         InterruptedConversionError: an error on the way; it lists what is converted. Calling again goes on.
     """
     parsed = QuantizationConfig.parse(config, **keys)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationTypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     root = _original_module(model)
     target = _target(device)
     taken = take_over(root)
