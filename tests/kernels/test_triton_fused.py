@@ -1,5 +1,7 @@
 """Norms and activations in one kernel with quantization: the bits of the unfused pair, values near PyTorch's."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,8 +69,17 @@ def test_quantized_activations_have_the_bits_of_the_pair(interpreter, format, ru
     assert_kernel_values(interpreter, triton_fused.activate_quantize, pair, *case, format, rule, native)
 
 
-@pytest.mark.parametrize("format", FORMAT_NAMES)
-@pytest.mark.parametrize("columns", [LONGEST_ROW, LONGEST_ROW + 1, 2 * LONGEST_ROW + 300])
+def rows_and_formats() -> list[Any]:
+    """By default the longest rows of two formats, and the others of all."""
+    found = []
+    for columns in (LONGEST_ROW, LONGEST_ROW + 1, 2 * LONGEST_ROW + 300):
+        for format in FORMAT_NAMES:
+            short = columns <= LONGEST_ROW + 1 or format in ("fp8_per_block_dynamic", "nvfp4_per_token")
+            found.append(pytest.param(columns, format, marks=() if short else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("columns", "format"), rows_and_formats())
 def test_rows_longer_than_a_tile(interpreter, format, columns):
     x, up, residual = (torch.randn(3, columns).bfloat16() for _ in range(3))
     x[1, -1], x[2, 17] = 1e4, torch.nan
