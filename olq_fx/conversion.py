@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from olq_fx import panels, sharded, state, torch_distributed, torch_private
 from olq_fx.errors import ConversionError, InterruptedConversionError
-from olq_fx.formats import get_format
+from olq_fx.formats import Format, get_format
 from olq_fx.plan import Plan, PlanRow
 from olq_fx.report import Report
 from olq_fx.weights import FLOATING, Pending, QuantizedWeight, WeightSpec, pending_weight, quantize_weight
@@ -43,20 +43,17 @@ def weight_spec(row: PlanRow) -> WeightSpec:
         activation_rule=row.activation_rule,
         transposed=row.transposed,
         kernel=row.requested_kernel,
-        **_shards(row),
+        **shards_of(get_format(row.slot.weight), row.shape[-2], row.shards, row.interleaved),
     )
 
 
-def _shards(row: PlanRow) -> dict[str, Any]:
-    """The shards of a weight, where they matter: rows that are quantized each for itself know none."""
-    assert row.slot is not None
-    format = get_format(row.slot.weight)
+def shards_of(format: Format, n: int, shards: int, interleaved: bool) -> dict[str, Any]:
+    """The shards of a weight with N rows, where they matter: rows that are quantized each for itself know none."""
     heights = [extent[0] for extent in (format.group, format.coarse) if extent is not None]
-    n = row.shape[-2] // row.shards
-    alone = all(height is not None and n % height == 0 for height in heights)
-    if row.shards == 1 or (alone and not row.interleaved):
+    alone = all(height is not None and n // shards % height == 0 for height in heights)
+    if shards == 1 or (alone and not interleaved):
         return {}
-    return {"shards": row.shards, "interleaved": row.interleaved}
+    return {"shards": shards, "interleaved": interleaved}
 
 
 def preflight(model: nn.Module, rows: Iterable[PlanRow], *, allow_nonfinite: bool = False) -> None:

@@ -11,6 +11,7 @@
 | quark | `weight` | `weight_scale` |
 | gpt-oss | `..._blocks` (E, N, K/32, 16) | `..._scales` (E, N, K/32) |
 | packed integers (int4 and others) | `weight_packed` of int32 | `weight_scale`, `weight_zero_point` |
+| our own mxfp4_dualscale | `weight_packed` | `weight_scale`, `weight_coarse_scale` |
 
 Where a format of ours holds the same numbers, the codes are taken as they are and the scales keep their values. Others
 (packed int4, groups of int8, zero points) have no format here: their values are computed, and what they are planned for
@@ -38,7 +39,7 @@ _ACTIVATIONS = (
     *("input_scale", "input_global_scale", "input_scale_ub", "input_zero_point", "activation_scale"),
     *("output_scale", "output_zero_point", "k_scale", "v_scale"),
 )
-_EXTRAS = ("_global_scale", "_scale_2", "_zero_point", "_shape", "_g_idx")
+_EXTRAS = ("_global_scale", "_scale_2", "_coarse_scale", "_zero_point", "_shape", "_g_idx")
 _BYTES = (torch.uint8, E8M0)
 _GROUP_OF_MX = 32
 _NAN_OF_E8M0 = 255
@@ -61,13 +62,31 @@ class Header:
         return math.prod(self.shape)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a parameter of the model.
+
+    Attributes:
+        shape: (N, K) or (E, N, K).
+        shards: how many matrices its rows are (gate and up).
+        interleaved: whether these take turns row by row.
+        block: the rows and columns that share a scale, where it is planned so.
+    """
+
+    shape: tuple[int, ...]
+    shards: int = 1
+    interleaved: bool = False
+    block: tuple[int, int] | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
     """One weight.
 
     Attributes:
         target: the name of its parameter.
-        names: of its tensors, by what each is: `codes`, `scale`, and `global_scale`, `scale_2`, `zero_point`, `shape`.
+        names: of its tensors, by what each is: `codes`, `scale`, and `global_scale`, `scale_2`, `coarse_scale`,
+            `zero_point`, `shape`.
         shape: (N, K) or (E, N, K), whatever the parameter reads; of packed codes an odd K is told from the parameter.
         format: the format of ours that holds it exactly, or "".
         parts: makes the parts of that format of the tensors.
@@ -97,19 +116,17 @@ class Groups:
     left_out: tuple[str, ...]
 
 
-def groups(
-    tensors: Mapping[str, Header], known: Mapping[str, tuple[int, ...]], block: tuple[int, int] | None = None
-) -> Groups:
+def groups(tensors: Mapping[str, Header], known: Mapping[str, Known], block: tuple[int, int] | None = None) -> Groups:
     """Find the weights that others have quantized.
 
     Args:
         tensors: all that a checkpoint has, by their names.
-        known: shapes of the model's parameters by their names: (N, K) or (E, N, K). A model that has parameters or
-            buffers of these names itself, as a layer of the other library has, takes them as they are.
+        known: the model's parameters by their names. A model that has parameters or buffers of these names itself, as
+            a layer of the other library has, takes them as they are.
         block: the extents of blocks that share a scale, if the checkpoint declares them.
 
     Raises:
-        LoadError: codes without scales, or scales that do not fit; the message names them.
+        LoadError: codes without scales, with scales twice, or scales that do not fit; the message names them.
     """
     found, left_out = [], []
     for name, header in tensors.items():
@@ -120,6 +137,7 @@ def groups(
             weight = _group(stem, name, header, tensors, known, block)
             if weight is not None:
                 found.append(weight)
+    _refuse_scales_twice(found)
     taken = {name for weight in found for name in weight.names.values()}
     _refuse_codes_alone(tensors, known, taken)
     return Groups(tuple(found), tuple(left_out))
@@ -136,6 +154,14 @@ def _stem(name: str) -> str:
     return ""
 
 
+def _refuse_scales_twice(found: Sequence[Foreign]) -> None:
+    scales: dict[str, str] = {}
+    for weight in found:
+        other = scales.setdefault(weight.target, weight.names["scale"])
+        if other != weight.names["scale"]:
+            raise LoadError(f"'{other}' and '{weight.names['scale']}' are both scales of '{weight.target}'")
+
+
 def _refuse_codes_alone(tensors: Mapping[str, Header], known: Mapping[str, object], taken: set[str]) -> None:
     for name in tensors:
         stem = name.removesuffix("_packed").removesuffix("_blocks")
@@ -149,7 +175,7 @@ def _group(
     scale: str,
     header: Header,
     tensors: Mapping[str, Header],
-    known: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, Known],
     block: tuple[int, int] | None,
 ) -> Foreign | None:
     """The weight whose scales are called `scale`; None if there are no codes for them."""
@@ -160,8 +186,8 @@ def _group(
     names |= {end[1:]: f"{stem}{end}" for end in _EXTRAS if f"{stem}{end}" in tensors}
     if "g_idx" in names:
         raise LoadError(f"'{codes}' has its columns in another order than its scales ('{names['g_idx']}')")
-    about = _About(stem, names, tensors[codes], header, known.get(stem), block)
-    return _told(about)
+    extras = {what: tensors[name] for what, name in names.items()}
+    return _told(_About(stem, names, tensors[codes], header, extras, known.get(stem), block))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,8 +198,24 @@ class _About:
     names: Mapping[str, str]
     codes: Header
     scale: Header
-    known: tuple[int, ...] | None
-    block: tuple[int, int] | None
+    headers: Mapping[str, Header]
+    parameter: Known | None
+    declared: tuple[int, int] | None
+
+    @property
+    def known(self) -> tuple[int, ...] | None:
+        """The shape of the parameter."""
+        return None if self.parameter is None else self.parameter.shape
+
+    @property
+    def shards(self) -> int:
+        """Of experts in one tensor, how many matrices its rows are."""
+        return 1 if self.parameter is None or len(self.codes.shape) < 3 else self.parameter.shards
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """The blocks that the checkpoint declares, or that are planned."""
+        return self.declared or (None if self.parameter is None else self.parameter.block)
 
     def foreign(self, format: str, shape: tuple[int, ...], scale: Callable[[Tensor], Tensor]) -> Foreign:
         """A weight in a format of ours: codes as they are, the scales as `scale` has them."""
@@ -181,8 +223,11 @@ class _About:
         def parts(found: Mapping[str, Tensor]) -> Parts:
             codes = found["codes"].reshape(*shape[:-1], -1)
             made = [codes, scale(found["scale"])]
-            if get_format(format).coarse is not None:
-                made.append(_reciprocal(found).reshape(*shape[:-2], 1, 1))
+            if "coarse_scale" in found:
+                made.append(found["coarse_scale"])
+            elif get_format(format).coarse is not None:
+                count = math.prod(shape[:-2])
+                made.append(_reciprocal(found).reshape(-1).expand(count).reshape(*shape[:-2], 1, 1).contiguous())
             self.check(format, shape, made)
             return tuple(made)
 
@@ -198,8 +243,7 @@ class _About:
                     f"'{self.target}' is quantized in {format}, {shape}, and its {spec.name} have the shape "
                     f"{tuple(part.shape)} and dtype {part.dtype} instead of {wanted} and {spec.dtype}"
                 )
-            if not _is_finite(part, nan_byte=_NAN_OF_E8M0 if spec.name == "scale" else None):
-                raise ConversionError(f"'{self.target}' is quantized in {format}, and its {spec.name} has NaN or Inf")
+        check_finite(parts, format, self.target)
 
     def wrong(self, why: str) -> LoadError:
         """The error for tensors that do not belong together."""
@@ -207,6 +251,17 @@ class _About:
             f"'{self.names['codes']}' ({_dtype(self.codes)} {self.codes.shape}) and '{self.names['scale']}' "
             f"({_dtype(self.scale)} {self.scale.shape}): {why}"
         )
+
+
+def check_finite(parts: Sequence[Tensor], format: str, name: str) -> None:
+    """Refuse numbers that are none.
+
+    Raises:
+        ConversionError: NaN or Inf among codes or scales.
+    """
+    for what, part in zip(("codes", "scale", "coarse"), parts, strict=False):
+        if not _is_finite(part, nan_byte=_NAN_OF_E8M0 if what == "scale" else None):
+            raise ConversionError(f"'{name}' is quantized in {format}, and its {what} has NaN or Inf")
 
 
 def _is_finite(part: Tensor, nan_byte: int | None) -> bool:
@@ -226,6 +281,13 @@ def _told(about: _About) -> Foreign:
     """What a group is."""
     if len(about.codes.shape) < 2:
         raise about.wrong("codes belong to matrices, and these are none")
+    if not about.scale.dtype.is_floating_point and about.scale.dtype not in _BYTES:
+        raise about.wrong("scales are floating numbers, or bytes of exponents")
+    if about.parameter is not None and about.parameter.interleaved and not about.names["codes"].endswith("_blocks"):
+        raise about.wrong(
+            "gate and up take turns in the parameter, and nothing tells in which order the codes have their rows; the "
+            "parts of a state dict of olq_fx are known where the weight is planned in their format"
+        )
     by_groups = about.codes.dtype == torch.int32 or "zero_point" in about.names
     is_empty = about.scale.numel == 0 and about.codes.numel > 0
     if is_empty or (by_groups and len(about.scale.shape) != 2):
@@ -250,20 +312,27 @@ def _of_four_bits(about: _About) -> Foreign:
     if about.scale.dtype in _BYTES:
         if about.scale.shape != (*codes[:-1], math.ceil(k / _GROUP_OF_MX)):
             raise about.wrong("scales of mxfp4 belong to 32 columns of a row")
-        return about.foreign("mxfp4", shape, lambda scale: scale.view(torch.uint8))
-    if about.scale.dtype == E4M3 and not {"global_scale", "scale_2"} & about.names.keys():
+        format = "mxfp4_dualscale" if "coarse_scale" in about.names else "mxfp4"
+        return about.foreign(format, shape, lambda scale: scale.view(torch.uint8))
+    above = about.headers.get("global_scale") or about.headers.get("scale_2")
+    if about.scale.dtype == E4M3 and above is None:
         raise about.wrong("scales of nvfp4 need a global one beside them (weight_global_scale or weight_scale_2)")
+    if above is not None and above.numel not in (1, math.prod(shape[:-2])):
+        raise about.wrong(f"there are {above.numel} global scales for {math.prod(shape[:-2])} matrices")
     if about.scale.dtype == E4M3 and about.scale.shape == (*codes[:-1], math.ceil(k / 16)):
         return about.foreign("nvfp4", shape, lambda scale: scale)
     raise about.wrong("four-bit codes have scales for 32 columns (bytes) or 16 (float8_e4m3fn)")
 
 
 def _of_integers(about: _About) -> Foreign:
-    *_, n, k = shape = about.codes.shape
-    per_row = about.scale.shape in ((n,), (n, 1)) and len(shape) == 2
-    if (per_row or math.prod(about.scale.shape) == 1) and "zero_point" not in about.names:
+    *experts, n, k = shape = about.codes.shape
+    per_row = about.scale.shape in ((*experts, n), (*experts, n, 1))
+    per_matrix = about.scale.numel == math.prod(experts)
+    if (per_row or per_matrix) and "zero_point" not in about.names:
         return about.foreign(
-            "int8_per_channel_static", shape, lambda scale: scale.float().reshape(-1, 1).expand(n, 1).contiguous()
+            "int8_per_channel_static",
+            shape,
+            lambda scale: scale.float().reshape(*experts, -1, 1).expand(*experts, n, 1).contiguous(),
         )
     groups_of_row = about.scale.shape[-1]
     if len(shape) != 2 or about.scale.shape != (n, groups_of_row) or k % groups_of_row:
@@ -290,6 +359,12 @@ def _of_float8(about: _About) -> Foreign:
         rows = (*experts, n, 1)
         return about.foreign("fp8_per_channel_static", shape, lambda found: _float(found).reshape(rows))
     block = _block(about, n, k)
+    mixed = block is not None and about.shards > 1 and n // about.shards % block[0] != 0
+    if block is not None and mixed and block != about.declared:
+        raise about.wrong(
+            f"blocks of {block[0]} rows would hold rows of gate and of up; the parts of a state dict of olq_fx, whose "
+            "blocks do not, are known where the weight is planned in their format"
+        )
     if block is None or len(scale) != len(shape):
         raise about.wrong(
             "scales of float8 belong to a matrix, to rows or to blocks of "

@@ -129,7 +129,7 @@ class Job:
         self.slots, self.filling = slots_of(model), filling
         naming = loading_transformers.naming_of(model, self.slots, source.tensors)
         self._naming = Naming(self.slots) if naming is None else naming
-        found = regrouped(source.tensors, model, self.slots, self._naming, source.label)
+        found = regrouped(source, model, self.slots, self._naming)
         self.taken, self._left_out = found.taken, found.left_out
         source = dataclasses.replace(source, tensors=found.tensors)
         self._source = source

@@ -1,28 +1,32 @@
-"""Checkpoints that others have quantized: their tensors, put together to the weights that a model has places for.
+"""Checkpoints that hold weights in quantized form: their tensors, put together to what a model has places for.
 
-    regrouped(tensors, model, slots, naming, directory) -> Regrouped
+    regrouped(source, model, slots, naming) -> Regrouped
 
-Every weight that others have quantized becomes one stored tensor under the name of its parameter. Read, it is a
-converted weight: its place takes codes and scales as they are. What has no format here is read as its values.
+Every such weight becomes one stored tensor under the name of its parameter. Read, it is a converted weight: its place
+takes codes and scales as they are. What has no format here is read as its values.
+
+The parts of a planned weight as our own state dicts have them are known by their names, shapes and dtypes, and come
+first: they lie shard by shard, which no other library does.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from olq_fx import foreign
+from olq_fx import foreign, state
 from olq_fx.declared import Declaration, declaration_of
 from olq_fx.errors import LoadError, OlqFxError
 from olq_fx.expert_layouts import layout_of
-from olq_fx.foreign import Foreign, Header
+from olq_fx.foreign import Foreign, Header, Known
 from olq_fx.formats import get_format
 from olq_fx.loading_names import Naming, Piece, Whole
 from olq_fx.loading_slots import Slot
+from olq_fx.loading_sources import Source
 from olq_fx.loading_stored import StoredTensor
 from olq_fx.schemes import SCHEMES
 from olq_fx.weights import QuantizedStack, QuantizedWeight, WeightSpec
@@ -43,45 +47,103 @@ class Regrouped:
     left_out: tuple[str, ...] = ()
 
 
-def regrouped(
-    tensors: Sequence[StoredTensor], model: nn.Module, slots: Mapping[str, Slot], naming: Naming, label: str
-) -> Regrouped:
+def regrouped(source: Source, model: nn.Module, slots: Mapping[str, Slot], naming: Naming) -> Regrouped:
     """Put together what belongs to one quantized weight.
 
     Args:
-        tensors: of a source.
-        model: that they are for.
+        source: what is loaded; if it is files with a `config.json` beside them, what that declares counts.
+        model: that it is for.
         slots: its places.
         naming: where names go.
-        label: of the source: if that is a directory with `config.json`, what that declares counts.
 
     Raises:
         LoadError: codes and scales that do not belong together, or a weight that is planned in another format.
     """
-    declared = _declaration(model, label)
-    block = None if declared is None else declared.block
+    tensors = source.tensors
     by_name = {tensor.name: tensor for tensor in tensors}
-    headers = {name: Header(tensor.shape, tensor.dtype) for name, tensor in by_name.items()}
-    found = foreign.groups(headers, {name: _logical(slot) for name, slot in slots.items()}, block)
-    if not found.weights:
+    ours = _ours(slots, by_name)
+    declared = _declaration(model, source.directory)
+    block = None if declared is None else declared.block
+    known = {name: _known(slot) for name, slot in slots.items()}
+    mine = {part.name for parts in ours.values() for part in parts}
+    headers = {name: Header(tensor.shape, tensor.dtype) for name, tensor in by_name.items() if name not in mine}
+    found = foreign.groups(headers, known, block)
+    if not found.weights and not ours:
         return Regrouped(tuple(tensors))
     used = {name: weight for weight in found.weights for name in weight.names.values()}
+    first = {parts[0].name: name for name, parts in ours.items()}
     whole: list[StoredTensor] = []
     for tensor in tensors:
         weight = used.get(tensor.name)
-        if weight is None:
-            whole += [] if tensor.name in found.left_out else [tensor]
-        elif tensor.name == weight.names["codes"]:
+        if tensor.name in first:
+            name = first[tensor.name]
+            whole.append(_stored_parts(name, slots[name], ours[name]))
+        elif weight is not None and tensor.name == weight.names["codes"]:
             whole.append(_Reader(weight, by_name, slots, naming, declared).stored())
-    taken = tuple((weight.target, weight.format or f"original precision, of {weight.why}") for weight in found.weights)
-    return Regrouped(tuple(whole), taken, found.left_out)
+        elif weight is None and tensor.name not in mine and tensor.name not in found.left_out:
+            whole.append(tensor)
+    taken = [(name, _format(slots[name])) for name in ours]
+    taken += [(weight.target, weight.format or f"original precision, of {weight.why}") for weight in found.weights]
+    return Regrouped(tuple(whole), tuple(taken), found.left_out)
 
 
-def _declaration(model: nn.Module, label: str) -> Declaration | None:
-    path = Path(label)
-    path = (path if path.is_dir() else path.parent) / "config.json"
+def _ours(slots: Mapping[str, Slot], tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[StoredTensor, ...]]:
+    """The planned weights whose parts are there as our state dicts have them, by their names."""
+    found = {}
+    for name, slot in slots.items():
+        weight = slot.weight
+        if weight is None:
+            continue
+        before, dot, leaf = name.rpartition(".")
+        parts = [tensors.get(before + dot + part) for part in state.part_names(leaf, weight.spec.format)]
+        there = [(part.shape, part.dtype) for part in parts if part is not None]
+        if tuple(there) == state.part_shapes(weight):
+            found[name] = tuple(part for part in parts if part is not None)
+    return found
+
+
+def _format(slot: Slot) -> str:
+    assert slot.weight is not None
+    return slot.weight.spec.weight
+
+
+def _stored_parts(name: str, slot: Slot, parts: Sequence[StoredTensor]) -> StoredTensor:
+    """The parts of a planned weight as one tensor: read, it is such a weight."""
+    weight = slot.weight
+    assert weight is not None
+    shapes = [tuple(part.shape) for part in weight.parts]
+
+    def read() -> QuantizedWeight:
+        found = [part.read().reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        foreign.check_finite(found, weight.spec.weight, name)
+        kind = QuantizedStack if weight.dim() == 3 else QuantizedWeight
+        return kind(found, weight.spec, weight.dtype, weight.shape, weight.stride())
+
+    return _together(name, tuple(weight.shape), weight.dtype, parts, read)
+
+
+def _together(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[StoredTensor], read: Callable[[], Tensor]
+) -> StoredTensor:
+    """Several stored tensors as one."""
+
+    def touch() -> None:
+        for part in parts:
+            part.touch()
+
+    def release() -> None:
+        for part in parts:
+            part.release()
+
+    return StoredTensor(
+        name=name, shape=shape, dtype=dtype, file=parts[0].file, read=read, touch=touch, release=release
+    )
+
+
+def _declaration(model: nn.Module, directory: Path | None) -> Declaration | None:
     config: Any = getattr(model, "config", None)
-    if path.is_file():
+    path = None if directory is None else directory / "config.json"
+    if path is not None and path.is_file():
         try:
             config = json.loads(path.read_text())
         except ValueError as error:
@@ -89,12 +151,16 @@ def _declaration(model: nn.Module, label: str) -> Declaration | None:
     return None if config is None else declaration_of(config)
 
 
-def _logical(slot: Slot) -> tuple[int, ...]:
-    """(N, K) or (E, N, K) of a place."""
-    shape = tuple(slot.tensor.shape)
+def _known(slot: Slot) -> Known:
+    """What tells how codes belong to a place."""
+    shape, weight = tuple(slot.tensor.shape), slot.weight
+    rows, columns = (None, None) if weight is None else weight.spec.format.group
+    block = (rows, columns) if rows is not None and rows > 1 and columns is not None else None
     module, leaf = slot.sites[0]
     layout = layout_of(module, leaf, slot.tensor) if len(shape) == 3 else None
-    return shape if layout is None else layout.logical(shape)
+    if layout is None:
+        return Known(shape, block=block)
+    return Known(layout.logical(shape), layout.shards, layout.interleaved, block)
 
 
 class _Reader:
@@ -125,28 +191,18 @@ class _Reader:
                 f"'{slot.name}' is already quantized by {method} in {self._weight.format}, and planned in "
                 f"{planned.spec.weight}: plan that format for it, or ignore it"
             )
+        apart = planned is not None and planned.spec.shards > 1 and isinstance(route, Whole)
+        if apart and self._weight.format and not self._weight.names["codes"].endswith("_blocks"):
+            raise LoadError(
+                f"'{slot.name}' is planned in {self._weight.format} with scales of gate and up apart, and the "
+                "checkpoint has them together: ignore it, so that it is taken as it is"
+            )
         return slot, isinstance(route, Whole)
 
     def stored(self) -> StoredTensor:
         """What the loader sees: the shape of the parameter, and a floating dtype."""
-        first = self._tensors["codes"]
-        return StoredTensor(
-            name=self._weight.target,
-            shape=self._shape(),
-            dtype=self._dtype(),
-            file=first.file,
-            read=self._read,
-            touch=self._touch,
-            release=self._release,
-        )
-
-    def _touch(self) -> None:
-        for tensor in self._tensors.values():
-            tensor.touch()
-
-    def _release(self) -> None:
-        for tensor in self._tensors.values():
-            tensor.release()
+        parts = [self._tensors["codes"], *(part for what, part in self._tensors.items() if what != "codes")]
+        return _together(self._weight.target, self._shape(), self._dtype(), parts, self._read)
 
     def _transposed(self) -> bool:
         if self._slot is None or not self._is_whole or len(self._weight.shape) != 3:
@@ -171,7 +227,7 @@ class _Reader:
                 values = self._weight.values(found)
                 return values.mT if self._transposed() else values
             parts = self._weight.parts(found)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, OlqFxError):
                 raise
             raise LoadError(f"{self._tensors['codes'].label} and its scales cannot be read: {error}") from error

@@ -47,7 +47,7 @@ class LoadReport:
         ]
         if self.taken:
             formats = ", ".join(f"{count} in {name}" for name, count in Counter(how for _, how in self.taken).items())
-            lines.append(f"quantized by others already: {formats}")
+            lines.append(f"quantized already: {formats}")
         for what, names in (
             ("left out", self.left_out),
             ("without values", self.missing),

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from olq_fx import state, torch_private
+from olq_fx.conversion import shards_of
 from olq_fx.errors import LoadError
 from olq_fx.expert_layouts import layout_of
-from olq_fx.weights import Pending, QuantizedWeight, become, fill, pending_weight, settle
+from olq_fx.weights import Pending, QuantizedWeight, WeightSpec, become, fill, pending_weight, settle
 from olq_fx.weights_encoding import check_values, encode
 
 Place = Callable[[Tensor], Tensor]
@@ -161,10 +162,7 @@ class Filling:
             return
         weight = slot.weight
         if weight is None:
-            module, leaf = slot.sites[0]
-            layout = layout_of(module, leaf, slot.tensor)
-            spec = dataclasses.replace(near.spec, transposed=layout is not None and layout.transposed)
-            self._install(slot, pending_weight(slot.tensor, spec, Pending(slot.name, self.device)))
+            self._install(slot, pending_weight(slot.tensor, _spec_of(slot, near), Pending(slot.name, self.device)))
             weight = slot.weight
         assert weight is not None
         if weight.pending is None:
@@ -261,6 +259,17 @@ class Filling:
     def _name_dtype(self, weight: QuantizedWeight) -> None:
         if self.dtype is not None and weight.dtype != self.dtype:
             become(weight, weight.like(dtype=self.dtype))
+
+
+def _spec_of(slot: Slot, piece: QuantizedWeight) -> WeightSpec:
+    """How a parameter is stored whose matrices come one by one, as a piece of it is."""
+    module, leaf = slot.sites[0]
+    layout = layout_of(module, leaf, slot.tensor)
+    if layout is None:
+        return piece.spec
+    rows = layout.logical(tuple(slot.tensor.shape))[-2]
+    shards = shards_of(piece.spec.format, rows, layout.shards, layout.interleaved)
+    return dataclasses.replace(piece.spec, transposed=layout.transposed, **shards)
 
 
 def obstacle(slot: Slot, filling: Filling, *, moved: bool) -> str:

@@ -31,11 +31,13 @@ class Source:
         label: what it is called in messages.
         tensors: all there are, in the order in which they are best read.
         arriving: names and tensors that are known only when they come; then `tensors` is empty.
+        directory: where its files are; None if it lies in memory.
     """
 
     label: str
     tensors: tuple[StoredTensor, ...] = ()
     arriving: Iterator[Any] | None = None
+    directory: Path | None = None
 
 
 def opened(source: object, model: nn.Module) -> Source:
@@ -53,7 +55,8 @@ def opened(source: object, model: nn.Module) -> Source:
         return source
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
-        return Source(label=str(path), tensors=tuple(_of_path(path)))
+        directory = path if path.is_dir() else path.parent
+        return Source(label=str(path), tensors=tuple(_of_path(path)), directory=directory)
     if isinstance(source, Mapping):
         return Source(label="the state dict", tensors=tuple(in_memory(name, value) for name, value in source.items()))
     if isinstance(source, Iterable) and not isinstance(source, (bytes, bytearray, Tensor, nn.Module)):

@@ -17,6 +17,7 @@ from olq_fx import numerics
 from olq_fx.errors import LoadError
 from olq_fx.foreign import unpacked
 from olq_fx.formats import get_format
+from olq_fx.schemes import SCHEMES
 from olq_fx.testing import assert_same_bits
 from olq_fx.weights import QuantizedStack, QuantizedWeight
 
@@ -316,13 +317,14 @@ def test_experts_of_gpt_oss(tmp_path: Path):
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_experts_one_by_one(planned: bool, tmp_path: Path):
+@pytest.mark.parametrize("scheme", ["fp8_per_block", "fp8_per_tensor"])
+def test_experts_one_by_one(scheme: str, planned: bool, tmp_path: Path):
     """As DeepSeek and Qwen write them: each expert a matrix with scales of its own, merged into one parameter here."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(__file__).parent / "data" / "tiny-qwen3moe-wiki"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    olq_fx.quantize_(model, {"moe": "fp8_per_block"})
+    olq_fx.quantize_(model, {"moe": scheme})
     stored: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, QuantizedStack):
@@ -335,13 +337,14 @@ def test_experts_one_by_one(planned: bool, tmp_path: Path):
             for number, which in enumerate(names):
                 rows = slice(number * inner, (number + 1) * inner) if len(names) == 2 else slice(None)
                 stored[f"{stem}.{expert}.{which}.weight"] = parameter.codes[expert, rows].clone()
-                blocks = slice(number * inner // 128, (number + 1) * inner // 128) if len(names) == 2 else slice(None)
+                high = 128 if scheme == "fp8_per_block" else inner
+                blocks = slice(number * inner // high, (number + 1) * inner // high) if len(names) == 2 else slice(None)
                 stored[f"{stem}.{expert}.{which}.weight_scale_inv"] = parameter.scale[expert, blocks].clone()
     save_file(stored, tmp_path / "model.safetensors")
     with torch.device("meta"):
         fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     if planned:
-        olq_fx.quantize_(fresh, {"moe": "fp8_per_block"})
+        olq_fx.quantize_(fresh, {"moe": scheme})
     olq_fx.load_(fresh, tmp_path, progress=False)
     for (name, one), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
         if isinstance(one, QuantizedStack):
@@ -350,7 +353,71 @@ def test_experts_one_by_one(planned: bool, tmp_path: Path):
                 assert_same_bits(part, same)
 
 
+def refused(model: nn.Module, source: Path) -> str:
+    """Why a checkpoint cannot be loaded; "" if it was."""
+    try:
+        olq_fx.load_(model, source, progress=False)
+    except LoadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["as they are", "transposed by turns", "by turns"])
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_our_own_state_dict_is_right_or_refused(scheme: str, layout: str, tmp_path: Path):
+    """Parts lie shard by shard, whatever the parameter reads: whose they are must be known, or nothing is loaded."""
+
+    def built() -> nn.ModuleDict:
+        torch.manual_seed(5)
+        experts = Experts()
+        experts.is_transposed, experts.is_concatenated = layout.startswith("transposed"), layout == "as they are"
+        with torch.no_grad():
+            experts.gate_up_proj[..., 48:] *= 7  # gate and up have other scales
+        if not experts.is_transposed:
+            experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach().mT.contiguous())
+            experts.down_proj = nn.Parameter(experts.down_proj.detach().mT.contiguous())
+        return nn.ModuleDict({"experts": experts, "dense": nn.Linear(100, 60)})
+
+    model = built()
+    olq_fx.quantize_(model, scheme)
+    save_file({name: part.contiguous() for name, part in model.state_dict().items()}, tmp_path / "model.safetensors")
+    for planned in (True, False):
+        with torch.device("meta"):
+            other = built()
+        if planned:
+            olq_fx.quantize_(other, scheme)
+            olq_fx.load_(other, tmp_path, progress=False)
+        elif reason := refused(other, tmp_path):
+            assert "gate" in reason or "global scales" in reason
+            assert all(parameter.is_meta for parameter in other.parameters())
+            continue
+        for own, found in zip(model.parameters(), other.parameters(), strict=True):
+            if isinstance(own, QuantizedWeight):
+                assert_same_bits(converted(found).dequantize(torch.float32), own.dequantize(torch.float32))
+
+
+def test_what_lies_around_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A state dict has no directory: the `config.json` of the current one says nothing of it."""
+    stored, _ = by_compressed_tensors("fp8_per_channel_static")
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    declared = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": declared}))
+    monkeypatch.chdir(tmp_path)
+    tensors = {f"first.{name}": value for name, value in stored.items()}
+    model = on_meta()
+    olq_fx.load_(model, {**tensors, "second.weight": torch.zeros(K, N, dtype=torch.bfloat16)}, progress=False)
+    assert converted(model.first.weight).spec.activation == "fp8_per_token"
+
+
 BROKEN = {
+    "scales twice": (
+        {"weight": torch.zeros(N, K).to(E4M3), "weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)},
+        r"'first\.weight_scale\w*' and 'first\.weight_scale\w*' are both scales of 'first\.weight'",
+    ),
+    "scales that are whole numbers": (
+        {"weight": torch.zeros(N, K).to(E4M3), "weight_scale": torch.ones(1, dtype=torch.int32)},
+        "scales are floating numbers",
+    ),
     "scales of another shape": (
         {"weight": torch.zeros(N, K).to(E4M3), "weight_scale": torch.ones(7)},
         r"first\.weight_scale",
