@@ -22,6 +22,7 @@ from olq_fx.errors import ConfigurationTypeError, PendingWeightError, SavedModel
 from olq_fx.manifest import MANIFEST, Manifest, SavedFile, is_saved, read_manifest
 from olq_fx.saved_contents import Contents, contents_of
 from olq_fx.shards import Shard, bytes_from, index_of, lay_out
+from olq_fx.stored_weights import StoredWeight, described
 from olq_fx.tables import size_of
 from olq_fx.tensor_files import Entry, write_file
 from olq_fx.version import __version__
@@ -160,6 +161,7 @@ class Writing:
         self._model, self._contents, self._directory, self._stem = model, contents, directory, stem
         self._config, self._source = config, source
         self.shards = lay_out([group.entries for group in contents.groups], limit, stem)
+        self._about = described(StoredWeight(w.names, w.spec, w.trainable) for w in contents.weights)
         self._files: dict[str, SavedFile] = {}
         self._checksums: dict[str, int] = {}
 
@@ -173,7 +175,7 @@ class Writing:
         Returns:
             What was written, for `take`.
         """
-        checksums = write_file(self._directory / shard.name, shard.entries, values)
+        checksums = write_file(self._directory / shard.name, shard.entries, values, self._about)
         written = SavedFile.of(self._directory / shard.name), checksums
         self.take(*written)
         return written
@@ -257,7 +259,7 @@ def _model_config(model: nn.Module, form: Form, config: dict[str, Any] | None) -
     if form.config is not None:
         about["quantization_config"] = form.config
     elif form.differences:
-        about["quantization_config"] = {"quant_method": "olq_fx", "manifest": MANIFEST, "config": config}
+        about["quantization_config"] = {"quant_method": "olq_fx", **(config or {"quantization": "none"})}
     return about
 
 

@@ -1,6 +1,7 @@
 """How converted weights are stored, as text in the header of each safetensors file: enough to make them pending again.
 
     describe(model) -> dict[str, str]            metadata for the writer of the files
+    described(weights) -> dict[str, str]         the same, of what is known without the model
     parts_of(model) -> dict[str, Tensor]         its state dict, in which a weight with several names stands once
     read(files) -> tuple[StoredWeight, ...]      what the files say
     install(model, weights)                      pending weights in their places
@@ -56,15 +57,22 @@ def _weights_of(model: nn.Module) -> dict[int, tuple[list[str], QuantizedWeight]
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Metadata for the files of a model: equal specs are written once."""
+    """Metadata for the files of a model."""
+    return described(
+        StoredWeight(tuple(names), weight.ready().spec, weight.was_trainable)
+        for names, weight in _weights_of(model).values()
+    )
+
+
+def described(weights: Iterable[StoredWeight]) -> dict[str, str]:
+    """Metadata for the files of these weights: equal specs are written once."""
     specs: dict[tuple[WeightSpec, bool], int] = {}
-    weights = []
-    for names, weight in _weights_of(model).values():
-        weight.ready()
+    found = []
+    for weight in weights:
         spec = dataclasses.replace(weight.spec, kernel="")  # which kernels there are is for the reader to say
-        weights.append([names, specs.setdefault((spec, weight.was_trainable), len(specs))])
+        found.append([weight.names, specs.setdefault((spec, weight.was_trainable), len(specs))])
     kinds = [{**dataclasses.asdict(spec), "was_trainable": trainable} for spec, trainable in specs]
-    return {KEY: json.dumps({"version": _VERSION, "kinds": kinds, "weights": weights})}
+    return {KEY: json.dumps({"version": _VERSION, "kinds": kinds, "weights": found})}
 
 
 def parts_of(model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,13 +76,19 @@ class Placed:
     stop: int
 
 
-def write_file(path: Path, entries: Sequence[Entry], values: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+def write_file(
+    path: Path,
+    entries: Sequence[Entry],
+    values: Iterable[tuple[str, Tensor]],
+    about: Mapping[str, str] | None = None,
+) -> dict[str, int]:
     """Write a file and wait until it is on the disk.
 
     Args:
         path: where; what is there is overwritten.
         entries: all tensors of the file.
         values: each of them once, in any order, on any device. One at a time is brought to the CPU.
+        about: texts for the header.
 
     Returns:
         The checksum of every tensor by its name.
@@ -90,7 +96,7 @@ def write_file(path: Path, entries: Sequence[Entry], values: Iterable[tuple[str,
     Raises:
         SaveError: the disk is full, say; or a dtype that such files do not have.
     """
-    header, places = _header(entries)
+    header, places = _header(entries, about or {})
     checksums = {}
     try:
         with path.open("wb", buffering=0) as file:
@@ -107,9 +113,9 @@ def write_file(path: Path, entries: Sequence[Entry], values: Iterable[tuple[str,
     return checksums
 
 
-def _header(entries: Sequence[Entry]) -> tuple[bytes, dict[str, Placed]]:
+def _header(entries: Sequence[Entry], about: Mapping[str, str]) -> tuple[bytes, dict[str, Placed]]:
     """The first bytes of a file, and where its tensors go: by the size of their elements, so that all are aligned."""
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    said: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end, offsets = 0, {}
     for entry in sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name)):
         kind = _NAMES.get(entry.dtype)

@@ -497,3 +497,18 @@ def test_importing_registers_and_memory_never_holds_the_original(
     assert converted == (7 if name == "Llama" else 6) * sizes["num_hidden_layers"]
     assert final + largest + 24 * 2**20 < original
     assert peak - before < final + largest + 24 * 2**20
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_dualscale", "fp8_per_tensor"])
+def test_what_save_has_written_is_read_by_from_pretrained(scheme: str, tmp_path: Path):
+    """`olq_fx.save` and `save_pretrained` say in one way how weights are stored."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(__file__).parent / "data" / "tiny-qwen3moe-wiki"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    olq_fx.quantize_(model, scheme)
+    olq_fx.save(model, tmp_path / "saved")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, other.eval()(tokens).logits)

@@ -22,10 +22,10 @@ from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
 from olq_fx import conversion
+from olq_fx import stored_weights as stored
 from olq_fx.errors import ConfigurationError
-from olq_fx.integrations import stored
 from olq_fx.integrations.accelerate import special_dtypes
-from olq_fx.integrations.hub_config import HubConfig, QuantMethod
+from olq_fx.integrations.hub_config import HubConfig, QuantMethod, TrainableQuantizer
 from olq_fx.integrations.hub_models import (
     convert_plain,
     device_of,
@@ -51,7 +51,7 @@ class OlqFxConfig(HubConfig, QuantizationConfigMixin):
     """
 
 
-class OlqFxDiffusersQuantizer(DiffusersQuantizer):
+class OlqFxDiffusersQuantizer(TrainableQuantizer, DiffusersQuantizer):
     """Quantizes a model of diffusers while it is loaded; `model.hf_quantizer`.
 
     Attributes:
@@ -191,16 +191,6 @@ class OlqFxDiffusersQuantizer(DiffusersQuantizer):
 
     @property
     def is_serializable(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Adapters on it are; converted weights are frozen."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
         """It is."""
         return True
 

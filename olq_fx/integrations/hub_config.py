@@ -76,3 +76,17 @@ class HubConfig:
     def __hash__(self) -> int:
         """Of what is asked for."""
         return hash((type(self), self.config, self.strict))
+
+
+class TrainableQuantizer:
+    """What both libraries ask of a quantizer, and that has one answer."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters on it are; converted weights are frozen."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """It is."""
+        return True

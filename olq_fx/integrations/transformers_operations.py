@@ -18,7 +18,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 
 from olq_fx.errors import ConversionError, OlqFxError
 from olq_fx.integrations.hub_models import weight_at
-from olq_fx.integrations.stored import StoredWeight, take_parts
+from olq_fx.stored_weights import StoredWeight, take_parts
 from olq_fx.weights import QuantizedWeight, fill, quantize_weight
 
 _PATTERNS = ("olq_fx::codes", "olq_fx::scale", "olq_fx::coarse")

@@ -3,7 +3,7 @@
 transformers builds a model on meta, asks the quantizer to prepare it, and then reads tensor after tensor from mapped
 files. `_process_model_before_weight_loading` makes the planned weights pending; for each of them an operation gets the
 values (renamed and merged as the model wants them) and converts them. A saved model says in its files what is quantized
-(`olq_fx.integrations.stored`), and another operation takes the parts of each weight as they are, mapped.
+(`olq_fx.stored_weights`), and another operation takes the parts of each weight as they are, mapped.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from olq_fx import conversion
-from olq_fx.integrations import stored
-from olq_fx.integrations.hub_config import QuantMethod
+from olq_fx import stored_weights as stored
+from olq_fx.integrations.hub_config import QuantMethod, TrainableQuantizer
 from olq_fx.integrations.hub_models import (
     Planned,
     largest_weight,
@@ -38,7 +38,7 @@ from olq_fx.report import Report
 from olq_fx.weights import QuantizedWeight
 
 
-class OlqFxHfQuantizer(HfQuantizer):
+class OlqFxHfQuantizer(TrainableQuantizer, HfQuantizer):
     """Quantizes a model of transformers while it is loaded; `model.hf_quantizer`.
 
     Attributes:
@@ -135,16 +135,6 @@ class OlqFxHfQuantizer(HfQuantizer):
         return stored.parts_of(model), stored.describe(model)
 
     def is_serializable(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Adapters on it are; converted weights are frozen."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
         """It is."""
         return True
 
