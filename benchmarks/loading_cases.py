@@ -1,14 +1,16 @@
 """What `loading_memory.py` and `loading_speed.py` load and how; `main` is one loading in a process of its own."""
 
+import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import quiet_torchao
+from common import parser, quiet_torchao
 from demo_common import transformers_or_give_up
 from torch import Tensor, nn
 
@@ -137,6 +139,18 @@ def prepared(case: Case, folder: Path, layers: int) -> Callable[[], nn.Module]:
         return model
 
     return load_and_quantize
+
+
+def run(measure: Callable[[argparse.Namespace, Path], int], description: str | None) -> int:
+    """Write a checkpoint and measure with it: 1 if that finds a limit exceeded."""
+    options = parser(description)
+    options.add_argument("--layers", type=int, default=11, help="of the model; 11 are 1 GB (default)")
+    options.add_argument("--schemes", nargs="+", metavar="NAME")
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), arguments.layers)
+        return min(1, measure(arguments, Path(folder)))
 
 
 def main() -> None:

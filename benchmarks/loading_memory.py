@@ -10,15 +10,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from common import parser, report
-from loading_cases import SOURCES, Case, on_meta, write
+from common import report
+from loading_cases import SOURCES, Case, on_meta, run
 
 from olq_fx.schemes import SCHEMES
 
@@ -112,17 +110,5 @@ def memory(arguments: argparse.Namespace, folder: Path) -> int:
     return len(above)
 
 
-def main() -> int:
-    """Write the checkpoint, measure, print, save."""
-    options = parser(__doc__)
-    options.add_argument("--layers", type=int, default=11, help="of the model; 11 are 1 GB (default)")
-    options.add_argument("--schemes", nargs="+", metavar="NAME")
-    arguments = options.parse_args()
-    torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), arguments.layers)
-        return min(1, memory(arguments, Path(folder)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(memory, __doc__))

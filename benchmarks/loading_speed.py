@@ -7,13 +7,11 @@ load. The file is in the page cache, or (cold) taken out of it before each run.
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from common import interleaved, medians, parser, report
-from loading_cases import Case, on_meta, prepared, source_of, write
+from common import interleaved, medians, report
+from loading_cases import Case, on_meta, prepared, run, source_of
 from torch import Tensor, nn
 
 import olq_fx
@@ -100,17 +98,5 @@ def speed(arguments: argparse.Namespace, folder: Path) -> int:
     return len(above)
 
 
-def main() -> int:
-    """Write the checkpoint, measure, print, save."""
-    options = parser(__doc__)
-    options.add_argument("--layers", type=int, default=11, help="of the model; 11 are 1 GB (default)")
-    options.add_argument("--schemes", nargs="+", metavar="NAME")
-    arguments = options.parse_args()
-    torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), arguments.layers)
-        return min(1, speed(arguments, Path(folder)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(speed, __doc__))
