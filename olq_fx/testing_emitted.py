@@ -324,8 +324,8 @@ def _module_of(name: str, text: str) -> Any:
     import importlib.util
     import tempfile
 
-    folder = Path(tempfile.mkdtemp(prefix="emitted_"))
-    path = folder / f"{name}.py"
+    folder = tempfile.TemporaryDirectory(prefix="emitted_")
+    path = Path(folder.name) / f"{name}.py"
     shim = "from olq_fx import testing_libdevice as libdevice\n" if "libdevice" in text else ""
     path.write_text(shim + text)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -333,6 +333,7 @@ def _module_of(name: str, text: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    vars(module)["_olq_fx_folder"] = folder  # it is there as long as the module
     return module
 
 
