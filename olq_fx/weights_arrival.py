@@ -161,13 +161,7 @@ class Arrival:
             return False
         for own, part in zip(self._rows_of(piece.key, piece.rows), source.parts, strict=True):
             own.copy_(part)
-        if matrix.is_whole(piece.rows, piece.columns):
-            matrix.missing, matrix.staged, matrix.rows = None, None, []
-        elif matrix.missing is not None:
-            matrix.rows.append(piece.rows)
-            matrix.missing.take(piece.rows, piece.columns)
-            if not matrix.missing.count:
-                self._finish(piece.key, matrix)
+        self._has_arrived(piece, converted=True)
         return True
 
     def _pieces(self, ranges: Ranges, values: Tensor) -> Iterator[_Piece]:
@@ -215,19 +209,27 @@ class Arrival:
 
     def _take(self, piece: _Piece) -> None:
         matrix = self._matrices[piece.key]
-        if matrix.is_whole(piece.rows, piece.columns):
-            self._convert(piece.key, range(matrix.n), piece.values)
-            matrix.missing, matrix.staged, matrix.rows = None, None, []
-            return
-        if matrix.staged is None and self._stands_alone(piece):
+        whole = matrix.is_whole(piece.rows, piece.columns)
+        converted = whole or (matrix.staged is None and self._stands_alone(piece))
+        if converted:
             self._convert(piece.key, piece.rows, piece.values)
-            matrix.rows.append(piece.rows)
         else:
             matrix.stage(piece.rows, piece.columns, piece.values, self.device)
-        if matrix.missing is not None:
-            matrix.missing.take(piece.rows, piece.columns)
-            if not matrix.missing.count:
-                self._finish(piece.key, matrix)
+        self._has_arrived(piece, converted=converted)
+
+    def _has_arrived(self, piece: _Piece, *, converted: bool) -> None:
+        """Note it; with the last of a matrix convert what is staged."""
+        matrix = self._matrices[piece.key]
+        if matrix.is_whole(piece.rows, piece.columns):
+            matrix.missing, matrix.staged, matrix.rows = None, None, []
+            return
+        if matrix.missing is None:
+            return
+        if converted:
+            matrix.rows.append(piece.rows)
+        matrix.missing.take(piece.rows, piece.columns)
+        if not matrix.missing.count:
+            self._finish(piece.key, matrix)
 
     def _finish(self, key: tuple[int, int], matrix: _Matrix) -> None:
         """Convert what has waited for the last element."""
