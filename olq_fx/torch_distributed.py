@@ -5,7 +5,7 @@
     reduce_over(value, placement, "max" | "sum", dims)  a value of all processes that have pieces
     managed_by_fsdp, sharded_by_fsdp              what `fully_shard` does
 
-`_local_tensor` and the names of FSDP's functions are private; both are the same in torch 2.11 to 2.14.
+`_local_tensor` and the names of FSDP's functions are private, and were tried with torch 2.13.
 """
 
 # mypy: disable-error-code="no-untyped-call"
