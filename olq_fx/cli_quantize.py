@@ -1,8 +1,8 @@
 """`olq-fx quantize`: a checkpoint into a saved model, file by file.
 
 The model is built on meta and planned there; so the files of the result are laid out before any weight is read. Of each
-file the weights are read, converted, written and forgotten: memory holds one file and one weight. Files that are
-finished when a run is interrupted are there for the next one.
+file the weights are read, converted, written and forgotten: memory grows with a file, not with the model. Files that
+are finished when a run is interrupted are there for the next one.
 """
 
 import dataclasses
